@@ -1,0 +1,198 @@
+"""Every refusal, with its message. All of them before anything is built or changed."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from accumloop import _cut, _keras
+
+
+def accum(value: Any) -> None:
+    """Refuse a number of micro-batches that is not an int >= 1."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(
+            "`accum` must be an int: the number of micro-batches to cut each batch into. "
+            f"Received: accum={value!r} (of type {type(value).__name__})"
+        )
+    if value < 1:
+        raise ValueError(
+            "`accum` must be at least 1, the whole batch in one micro-batch. "
+            f"Received: accum={value!r}"
+        )
+
+
+def model(value: Any) -> None:
+    """Refuse what is not a compiled Keras model on TensorFlow, on one device."""
+    if keras.backend.backend() != "tensorflow":
+        raise ValueError(
+            "accumloop trains Keras models on the TensorFlow backend: set "
+            'KERAS_BACKEND="tensorflow" before Keras is imported. '
+            f"Received: keras.backend.backend()={keras.backend.backend()!r}"
+        )
+    if not isinstance(value, keras.Model):
+        raise TypeError(
+            "`model` must be a `keras.Model`. "
+            f"Received: model={value!r} (of type {type(value).__name__})"
+        )
+    if not value.compiled:
+        raise ValueError(
+            "You must call `model.compile()` before `accumloop.train()`, with the optimizer and "
+            f"loss that `model.fit()` would have used. Received: model={value!r}"
+        )
+    steps = getattr(
+        getattr(value.optimizer, "inner_optimizer", value.optimizer),
+        "gradient_accumulation_steps",
+        None,
+    )
+    if steps:
+        raise ValueError(
+            "The optimizer accumulates gradients by itself, and would do so a second time. "
+            "Create it without `gradient_accumulation_steps`: here a batch of the dataset is one "
+            f"update. Received: gradient_accumulation_steps={steps!r}"
+        )
+    strategy = value.distribute_strategy
+    if strategy.num_replicas_in_sync > 1 or tf.distribute.has_strategy():
+        raise NotImplementedError(
+            "Models under a `tf.distribute` strategy are not supported yet. "
+            f"Received: model.distribute_strategy={strategy!r}"
+        )
+
+
+def dataset(value: Any) -> None:
+    """Refuse what is not a batched `tf.data.Dataset`."""
+    if not isinstance(value, tf.data.Dataset):
+        raise TypeError(
+            "`ds` must be a batched `tf.data.Dataset`. From arrays: "
+            "`tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)`. "
+            f"Received: ds of type {type(value).__name__}"
+        )
+    shapes = [
+        getattr(spec, "shape", None)
+        for spec in tf.nest.flatten(value.element_spec)
+        if not isinstance(spec, tf.OptionalSpec)
+    ]
+    shapes = [shape for shape in shapes if isinstance(shape, tf.TensorShape)]
+    if any(shape.rank == 0 for shape in shapes):
+        raise ValueError(
+            "`ds` must give batches, and gives single examples: one of its tensors is a scalar. "
+            "Call `ds = ds.batch(batch_size)` first. "
+            f"Received: ds.element_spec={value.element_spec}"
+        )
+    known = {shape[0] for shape in shapes if shape.rank is not None and shape[0] is not None}
+    if len(known) > 1:
+        raise _disagreement(sorted(known), value.element_spec)
+
+
+def first_batch(batch: Any, element_spec: Any) -> None:
+    """Refuse a dataset whose first batch has leaves that disagree in rows."""
+    known = {int(_cut.rows_of(leaf)) for leaf in _cut.leaves(batch)}
+    if len(known) > 1:
+        raise _disagreement(sorted(known), element_spec)
+
+
+def _disagreement(rows: list[int], element_spec: Any) -> ValueError:
+    return ValueError(
+        "All tensors of a batch must have the same number of rows, their first dimension. If "
+        "`ds` gives single examples, call `ds = ds.batch(batch_size)` first. "
+        f"Received: numbers of rows {rows}, ds.element_spec={element_spec}"
+    )
+
+
+def callbacks(value: Any) -> None:
+    """Refuse callbacks that are none."""
+    if value is None or isinstance(value, keras.callbacks.CallbackList):
+        return
+    for callback in tf.nest.flatten(value):
+        if not isinstance(callback, keras.callbacks.Callback):
+            raise TypeError(
+                "`callbacks` must be a `keras.callbacks.Callback` or a list of them. "
+                f"Received: {callback!r} (of type {type(callback).__name__})"
+            )
+
+
+def numbers_of_steps(
+    *,
+    epochs: Any,
+    initial_epoch: Any,
+    steps_per_epoch: Any,
+    validation_steps: Any,
+    validation_freq: Any,
+    verbose: Any,
+) -> None:
+    """Refuse counts that are no counts."""
+    for name, value, least, optional in (
+        ("epochs", epochs, 0, False),
+        ("initial_epoch", initial_epoch, 0, False),
+        ("steps_per_epoch", steps_per_epoch, 1, True),
+        ("validation_steps", validation_steps, 1, True),
+    ):
+        if value is None and optional:
+            continue
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise TypeError(
+                f"`{name}` must be an int{' or None' if optional else ''}. "
+                f"Received: {name}={value!r} (of type {type(value).__name__})"
+            )
+        if value < least:
+            raise ValueError(f"`{name}` must be at least {least}. Received: {name}={value!r}")
+    if not isinstance(validation_freq, int | list):
+        raise ValueError(
+            "Expected `validation_freq` to be a list or int. "
+            f"Received: validation_freq={validation_freq} of the type {type(validation_freq)}."
+        )
+    if verbose not in ("auto", 0, 1, 2):
+        raise ValueError(f'`verbose` must be "auto", 0, 1 or 2. Received: verbose={verbose!r}')
+
+
+def class_weight(value: Any, element_spec: Any) -> None:
+    """Refuse class weights where `fit` does: with sample weights, or with nested labels."""
+    if value is None:
+        return
+    if not isinstance(value, dict) or not value:
+        raise ValueError(
+            "`class_weight` must be a dict from integer class ids to weights. "
+            f"Received: class_weight={value!r}"
+        )
+    _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(element_spec)
+    if sample_weight is not None:
+        raise ValueError("You cannot use `class_weight` and `sample_weight` at the same time.")
+    if y is None or keras.tree.is_nested(y):
+        raise ValueError("`class_weight` is only supported for Models with a single output.")
+
+
+def own_methods(model: keras.Model) -> list[str]:
+    """Return the names of the training methods of Keras that a model overrides."""
+    names = ("train_step", "compute_loss", "compute_metrics")
+    return [
+        name
+        for name in names
+        if getattr(getattr(model, name), "__func__", None) is not getattr(keras.Model, name)
+    ]
+
+
+def cut_exactly(model: keras.Model) -> None:
+    """Refuse a model whose micro-batches would train something else than its batches."""
+    own = own_methods(model)
+    if own:
+        raise NotImplementedError(
+            f"A model with its own `{own[0]}` is not supported with accum > 1 yet. Use accum=1. "
+            f"Received: {type(model).__name__}.{own[0]}"
+        )
+    for layer in _keras.flatten_layers(model):
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
+            raise NotImplementedError(
+                "A trainable BatchNormalization is not supported with accum > 1 yet: its moving "
+                "statistics would move once a micro-batch. Use accum=1, "
+                "or set `trainable=False` on the layer before compiling. "
+                f"Received: layer '{layer.name}'"
+            )
+        if getattr(layer, "stateful", False):
+            raise NotImplementedError(
+                "A stateful layer is not supported with accum > 1: its state belongs to the rows "
+                "of a whole batch, and would pass from one micro-batch to the next. "
+                f"Received: layer '{layer.name}'"
+            )

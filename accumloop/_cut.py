@@ -1,0 +1,88 @@
+"""Where a batch is cut, and the rows of a nested structure between two cuts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+
+def leaves(batch: Any) -> list[Any]:
+    """Return the tensors of a batch, in the order of `tf.nest`, without its `None`s."""
+    return [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+
+
+def without_optionals(batch: Any) -> Any:
+    """Return `batch` with `None` where the data pipeline has a `tf.experimental.Optional`.
+
+    Keras' own data adapters mark a missing leaf this way, and `fit` reads it as None.
+    """
+    return tf.nest.map_structure(
+        lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch
+    )
+
+
+def rows_of(leaf: Any) -> Any:
+    """Return the number of rows of a dense, ragged or sparse tensor: an int64 scalar tensor."""
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.nrows(out_type=tf.int64)
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    return tf.shape(leaf, out_type=tf.int64)[0]
+
+
+def rows(batch: Any) -> Any:
+    """Return the number of rows of a batch: an int64 scalar tensor.
+
+    Raises:
+        tf.errors.InvalidArgumentError: If leaves of the batch disagree in rows, when the
+            batch is read. Cutting such a batch would drop rows of the longer leaf in silence.
+    """
+    first, *others = leaves(batch)
+    count = rows_of(first)
+    checks = [
+        tf.debugging.assert_equal(
+            rows_of(leaf),
+            count,
+            message="All leaves of a batch must have the same number of rows.",
+        )
+        for leaf in others
+        if first.shape[0] is None or leaf.shape[0] != first.shape[0]
+    ]
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return tf.identity(count)
+
+
+def bounds(index: Any, pieces: Any, rows: Any) -> tuple[Any, Any]:
+    """Return the first row of a micro-batch and the first row after it.
+
+    `[index * rows // pieces, (index + 1) * rows // pieces)`: consecutive, none empty while
+    `pieces <= rows`, and their sizes differ by at most one.
+    """
+    return index * rows // pieces, (index + 1) * rows // pieces
+
+
+def take(batch: Any, start: Any, stop: Any) -> Any:
+    """Return rows `start` to `stop` (int64 scalars) of every leaf, in the batch's structure."""
+
+    def take_leaf(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        if isinstance(leaf, tf.SparseTensor):
+            return _take_sparse(leaf, start, stop)
+        return leaf[start:stop]
+
+    return tf.nest.map_structure(take_leaf, batch)
+
+
+def _take_sparse(leaf: tf.SparseTensor, start: Any, stop: Any) -> tf.SparseTensor:
+    inner = leaf.dense_shape[1:]
+    size = tf.concat([[stop - start], inner], axis=0)
+    begin = tf.concat([[start], tf.zeros_like(inner)], axis=0)
+    part = tf.sparse.slice(leaf, begin, size)
+    # tf.sparse.slice forgets the static inner dimensions, which layers need to build.
+    known = [
+        part.dense_shape[axis] if size is None else tf.constant(size, tf.int64)
+        for axis, size in enumerate([None, *leaf.shape[1:]])
+    ]
+    return tf.SparseTensor(part.indices, part.values, tf.stack(known))

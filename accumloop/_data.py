@@ -1,0 +1,130 @@
+"""Which batches an epoch has: iterators, steps, class weights, as `fit` has them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+
+class Execution(NamedTuple):
+    """The steps of one call of the step function, and where their batches come from."""
+
+    begin_step: int
+    end_step: int
+    first: Any  # tf.experimental.Optional of the first batch
+    iterator: Any  # for the batches after it
+
+
+class Epochs:
+    """The batches of each epoch of a dataset.
+
+    Makes iterators when `fit` does, also those that `fit` never reads: a seeded shuffle that
+    reshuffles each iteration gives its n-th order to the n-th iterator. With `steps_per_epoch`
+    one iterator goes on across epochs. A batch is fetched before the events of its step are
+    told, so that the end of a dataset of unknown length is seen before a step begins.
+
+    Args:
+        ds: A batched `tf.data.Dataset`.
+        steps_per_epoch: Batches of an epoch, or None for the whole dataset.
+        steps_per_execution: Batches of one call of the step function.
+    """
+
+    def __init__(
+        self, ds: tf.data.Dataset, steps_per_epoch: int | None, steps_per_execution: int
+    ) -> None:
+        self._ds = ds
+        self._steps_per_epoch = steps_per_epoch
+        self._steps_per_execution = steps_per_execution
+        cardinality = int(ds.cardinality())
+        self._length = cardinality if cardinality > 0 else None
+        self._iterator: Any = None
+        self._peeked: Any = None
+        self._seen = 0
+
+    @property
+    def steps(self) -> int | None:
+        """The number of steps of an epoch, or None while it is unknown."""
+        return self._steps_per_epoch or self._length
+
+    def peek(self) -> Any | None:
+        """Return the first batch that training will see, or None for an empty dataset."""
+        self._iterator = iter(self._ds)
+        self._peeked = self._iterator.get_next_as_optional()
+        return self._peeked.get_value() if self._peeked.has_value() else None
+
+    def epoch(self) -> Iterator[Execution]:
+        """Yield the executions of the next epoch."""
+        if self._steps_per_epoch is None or self._iterator is None:
+            self._renew()
+        for step in self._begin_steps():
+            if self._at_end():
+                _warn_out_of_data()
+                break
+            if self._peeked is None:
+                self._peeked = self._iterator.get_next_as_optional()
+            if not self._peeked.has_value():
+                self._end_of_data()
+                return
+            self._seen += self._steps_per_execution
+            yield self._pop(step)
+        if self._at_end():
+            self._renew()
+
+    def _begin_steps(self) -> Iterator[int]:
+        step = 0
+        while self.steps is None or step < self.steps:
+            yield step
+            step += self._steps_per_execution
+
+    def _at_end(self) -> bool:
+        return self._length is not None and self._seen >= self._length
+
+    def _pop(self, step: int) -> Execution:
+        # No name here outlives the call: a batch that has been used must not wait in memory.
+        first, self._peeked = self._peeked, None
+        return Execution(step, step + self._steps_per_execution - 1, first, self._iterator)
+
+    def _renew(self) -> None:
+        self._seen = 0
+        if self._peeked is None:
+            self._iterator = iter(self._ds)
+
+    def _end_of_data(self) -> None:
+        if self._steps_per_epoch or not self._seen:
+            _warn_out_of_data()
+        self._iterator = self._peeked = None
+
+
+def with_class_weight(ds: tf.data.Dataset, class_weight: dict[int, float]) -> tf.data.Dataset:
+    """Return `(x, y, sample_weight)` batches of `(x, y)` batches, as `fit` weights classes."""
+    weights = tf.convert_to_tensor(
+        [class_weight.get(label, 1.0) for label in range(max(class_weight) + 1)]
+    )
+
+    def weigh(*batch: Any) -> tuple[Any, Any, Any]:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        if y.shape.rank >= 2:
+            # One-hot labels have more than one column, which may be known only when read.
+            labels = tf.cond(
+                tf.shape(y)[-1] > 1,
+                lambda: tf.argmax(y, axis=-1, output_type=tf.int32),
+                lambda: tf.cast(tf.round(tf.squeeze(y, axis=-1)), tf.int32),
+            )
+        else:
+            labels = tf.cast(tf.round(y), tf.int32)
+        return x, y, tf.gather(weights, labels)
+
+    return ds.map(weigh).prefetch(tf.data.AUTOTUNE)
+
+
+def _warn_out_of_data() -> None:
+    warnings.warn(
+        "Your input ran out of data; interrupting training. Make sure that your dataset or "
+        "generator can generate at least `steps_per_epoch * epochs` batches. You may need to use "
+        "the `.repeat()` function when building your dataset.",
+        stacklevel=2,
+    )

@@ -1,0 +1,36 @@
+"""The private names of Keras that accumloop needs, each with the reason, and nowhere else.
+
+Keras offers no public way to these four. `tests/test_keras.py` says in words which one a
+version of Keras lacks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+
+def flatten_layers(model: keras.Model) -> list[keras.layers.Layer]:
+    """Return every layer of `model`, however deep: `model.layers` stops at the first level."""
+    return list(model._flatten_layers(include_self=False))
+
+
+def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
+    """Return the metric behind `logs["loss"]`: a model may override `metrics` and leave it out."""
+    return model._loss_tracker
+
+
+def mask_of(tensor: Any) -> Any | None:
+    """Return the mask that layers and losses attach to what they return, or None."""
+    return getattr(tensor, "_keras_mask", None)
+
+
+def restored_epoch(model: keras.Model) -> int | None:
+    """Return the epoch that `keras.callbacks.BackupAndRestore` found in its backup, or None."""
+    return model._initial_epoch
+
+
+def forget_restored_epoch(model: keras.Model) -> None:
+    """Clear that epoch: Keras never does, and the next `fit` would skip as many epochs again."""
+    model._initial_epoch = None

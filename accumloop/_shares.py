@@ -1,0 +1,130 @@
+"""The part that a micro-batch has in its batch's loss.
+
+```
+loss of a batch = sum over micro-batches of share * loss of the micro-batch
+```
+
+A loss with a mean reduction is a sum over a divisor, and a micro-batch's share in it is its
+divisor over the batch's: for an unmasked mean, its rows over the batch's rows, because the
+inner sizes of the loss values are common to a batch. A sum (`reduction="sum"` or None) has no
+divisor: its share is 1. Everything else that `compute_loss` adds, regularizers and `add_loss`,
+counts by rows, so that the micro-batches of a batch count a weight regularizer once.
+
+So the whole of `compute_loss` is weighted by rows, and each `keras.losses.Loss` whose share is
+another one returns its value times share / row share. Its `__call__` is wrapped while
+`compute_loss` runs: that reaches the losses of every output, whatever their nesting, and those
+that an own `compute_loss` calls, with public names alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from accumloop import _keras
+
+_MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+# Loss.__call__ is one for all threads: only one of them may have it wrapped.
+_lock = threading.RLock()
+
+
+def of_rows(rows: Any, batch_rows: Any, dtype: Any) -> Any:
+    """Return the share of a micro-batch by its rows (int64 scalars), a scalar of `dtype`."""
+    # Divided in float64, so that a loss in half precision has no rounded numbers of rows.
+    return tf.cast(tf.cast(rows, tf.float64) / tf.cast(batch_rows, tf.float64), dtype)
+
+
+@contextlib.contextmanager
+def losses_by_share(rows: Any, batch_rows: Any, *, ragged: bool) -> Iterator[None]:
+    """Let each loss return its value times its share over the share of rows.
+
+    Args:
+        rows: Rows of the micro-batch, an int64 scalar tensor.
+        batch_rows: Rows of the batch, an int64 scalar tensor.
+        ragged: Whether the batch holds ragged or sparse tensors, so that inner sizes may
+            differ from micro-batch to micro-batch.
+
+    Raises:
+        NotImplementedError: Within, by a loss whose share is not known from the rows.
+    """
+    with _lock:
+        original = keras.losses.Loss.__call__
+        owner = threading.get_ident()
+        inside = False
+
+        def call(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            nonlocal inside
+            if inside or threading.get_ident() != owner:
+                return original(loss, y_true, y_pred, sample_weight)
+            inside = True  # A loss that calls other losses has one share: its own.
+            try:
+                with _recorded_call(loss) as recorded:
+                    result = original(loss, y_true, y_pred, sample_weight)
+            finally:
+                inside = False
+            values = recorded[-1] if recorded else result
+            _refuse_unknown_share(loss, y_pred, values, sample_weight, ragged)
+            if loss.reduction in _MEANS or _is_reduced(values):
+                return result
+            return result / of_rows(rows, batch_rows, result.dtype)
+
+        keras.losses.Loss.__call__ = call
+        try:
+            yield
+        finally:
+            keras.losses.Loss.__call__ = original
+
+
+@contextlib.contextmanager
+def _recorded_call(loss: keras.losses.Loss) -> Iterator[list[Any]]:
+    """Record the loss values that `loss.call` returns, before any reduction."""
+    recorded: list[Any] = []
+    call = loss.call
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        values = call(*args, **kwargs)
+        recorded.append(values)
+        return values
+
+    own = vars(loss).get("call")
+    loss.call = recording
+    try:
+        yield recorded
+    finally:
+        if own is None:
+            del loss.call
+        else:
+            loss.call = own
+
+
+def _is_reduced(values: Any) -> bool:
+    return keras.ops.ndim(values) == 0
+
+
+def _refuse_unknown_share(
+    loss: Any, y_pred: Any, values: Any, sample_weight: Any, ragged: bool
+) -> None:
+    if loss.reduction not in _MEANS:
+        return
+    masked = _keras.mask_of(y_pred) is not None or _keras.mask_of(values) is not None
+    weighted = loss.reduction == "mean_with_sample_weight" and sample_weight is not None
+    varying = ragged and any(size is None for size in values.shape[1:])
+    if masked:
+        what = "the mean is over unmasked values"
+    elif weighted:
+        what = "the mean is over sample weights"
+    elif varying:
+        what = "rows of a ragged batch may have different numbers of loss values"
+    else:
+        return
+    raise NotImplementedError(
+        f"The loss '{loss.name}' is not supported with accum > 1 yet: {what}, so that the "
+        "micro-batches of a batch have shares that their rows do not tell. "
+        'Use accum=1 or reduction="sum". '
+        f"Received: reduction={loss.reduction!r}"
+    )

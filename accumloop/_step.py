@@ -1,0 +1,239 @@
+"""The step: cut a batch, run its micro-batches, add up their gradients, update once.
+
+Graph code: it knows nothing of epochs, callbacks or printing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from accumloop import _accumulator, _cut, _keras, _report, _shares
+
+Logs = dict[str, Any]
+Step = Callable[[Any, Any, Any], Logs]
+
+
+@dataclasses.dataclass
+class Steps:
+    """The traced steps of one compilation of a model: a second `train` traces nothing again."""
+
+    compilation: Any
+    made: dict[Hashable, Step] = dataclasses.field(default_factory=dict)
+    prepared: set[Hashable] = dataclasses.field(default_factory=set)
+
+
+def steps_of(model: keras.Model) -> Steps:
+    """Return the steps made since `model.compile()` was last called.
+
+    They live in the model's `__dict__`, as the `train_function` of Keras does, so that they go
+    when the model goes, and past its attribute tracking, so that no saved file has them.
+    """
+    compilation = _keras.loss_tracker(model)  # `compile` makes a new one.
+    steps = vars(model).get("_accumloop_steps")
+    if steps is None or steps.compilation is not compilation:
+        steps = vars(model)["_accumloop_steps"] = Steps(compilation)
+    return steps
+
+
+class _Parts(NamedTuple):
+    """What one micro-batch gives, in structures of tensors."""
+
+    gradients: list[Any]
+    losses: list[_report.Reported]
+
+
+def make_step(model: keras.Model, accumulating: bool) -> Step:
+    """Return `step(first, iterator, accum) -> logs`: the updates of one execution.
+
+    ```
+    update(first)
+    repeat steps_per_execution - 1 times, while there is data:  update(next(iterator))
+    return the model's metrics
+    ```
+
+    `first` is a `tf.experimental.Optional` of a batch, `iterator` gives the batches after it,
+    `accum` is an int (a tensor when traced, so that another `accum` needs no other trace).
+    Everything is traced at the first call: once, whatever the number of micro-batches, their
+    sizes, and the size of the batches.
+    """
+    update = _accumulated_update(model) if accumulating else _whole_update(model)
+
+    @tf.autograph.experimental.do_not_convert
+    def step(first: Any, iterator: Any, accum: Any) -> Logs:
+        logs = update(first.get_value(), accum)
+        if model.steps_per_execution == 1:
+            return logs
+
+        def more(done: Any, batch: Any, logs: Logs) -> Any:
+            return tf.logical_and(done < model.steps_per_execution, batch.has_value())
+
+        def one(done: Any, batch: Any, logs: Logs) -> tuple[Any, Any, Logs]:
+            logs = update(batch.get_value(), accum)
+            return done + 1, following(done + 1), logs
+
+        def following(done: Any) -> Any:
+            # The batch after the last one belongs to the next execution: do not read it.
+            return tf.cond(
+                done < model.steps_per_execution,
+                iterator.get_next_as_optional,
+                lambda: tf.experimental.Optional.empty(iterator.element_spec),
+            )
+
+        done = tf.constant(1)
+        return tf.while_loop(more, one, [done, following(done), logs])[-1]
+
+    return step if model.run_eagerly else tf.function(step)
+
+
+def _function(model: keras.Model, function: Callable[..., Any], **options: Any) -> Any:
+    function = tf.autograph.experimental.do_not_convert(function)
+    return function if model.run_eagerly else tf.function(function, **options)
+
+
+def _whole_update(model: keras.Model) -> Callable[..., Logs]:
+    """One micro-batch is the whole batch: Keras' own `train_step`, and so bit-equal to `fit`."""
+
+    def update(batch: Any, accum: Any) -> Logs:
+        return model.train_step(_cut.without_optionals(batch))
+
+    # XLA would compile the loop over steps too: only the update is compiled, as in fit.
+    return _function(model, update, jit_compile=model.jit_compile)
+
+
+def _accumulated_update(model: keras.Model) -> Callable[..., Logs]:
+    trackers: list[keras.metrics.Metric] = []
+    micro_step = _make_micro_step(model, trackers)
+    # Micro-batches differ in size: XLA compiles one of them and the update, not the loop.
+    micro_step = _function(model, micro_step, jit_compile=model.jit_compile)
+    apply = _function(model, _make_apply(model), jit_compile=model.jit_compile)
+
+    def update(batch: Any, accum: Any) -> Logs:
+        batch = _cut.without_optionals(batch)
+        rows = _cut.rows(batch)
+        pieces = tf.minimum(tf.cast(accum, tf.int64), rows)
+
+        def arguments(index: Any) -> tuple[Any, Any]:
+            return _cut.take(batch, *_cut.bounds(index, pieces, rows)), rows
+
+        if model.run_eagerly:
+            parts = _sum_eagerly(micro_step, arguments, pieces)
+        else:
+            parts = _sum_in_graph(micro_step, arguments, pieces)
+        apply(parts.gradients)
+        for tracker, loss in zip(trackers, parts.losses, strict=True):
+            _report.update_once(tracker, loss, rows)
+        return model.get_metrics_result()
+
+    return _function(model, update)
+
+
+def _make_micro_step(
+    model: keras.Model, trackers: list[keras.metrics.Metric]
+) -> Callable[[Any, Any], _Parts]:
+    """Return forward and backward pass of one micro-batch.
+
+    `trackers` is filled with the metrics that report the losses of the parts.
+    """
+    call = training_call(model)
+
+    def micro_step(batch: Any, batch_rows: Any) -> _Parts:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        with tf.GradientTape() as tape:
+            y_pred = call(x)
+            loss, reported = weighted_loss(model, x, y, y_pred, sample_weight, batch_rows)
+            scaled = model.optimizer.scale_loss(loss)
+        trackers[:] = [tracker for tracker, _ in reported]
+        weights = model.trainable_weights
+        gradients = tape.gradient(scaled, weights) if weights else []
+        model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        return _Parts(gradients, [loss for _, loss in reported])
+
+    return micro_step
+
+
+def training_call(model: keras.Model) -> Callable[[Any], Any]:
+    """Return the forward pass in training mode, where the model's `call` knows of modes."""
+    if "training" in inspect.signature(model.call).parameters:
+        return lambda x: model(x, training=True)
+    return model
+
+
+def weighted_loss(
+    model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, batch_rows: Any
+) -> tuple[Any, list[tuple[keras.metrics.Metric, _report.Reported]]]:
+    """Return a micro-batch's part of its batch's loss, and of each loss that Keras tracks."""
+    data = (x, y, sample_weight)
+    rows = _cut.rows_of(_cut.leaves(data)[0])
+    ragged = any(
+        isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) for leaf in _cut.leaves(data)
+    )
+    with (
+        _shares.losses_by_share(rows, batch_rows, ragged=ragged),
+        _report.recorded_updates(model.metrics) as updates,
+    ):
+        loss = model.compute_loss(
+            x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
+        )
+    share = _shares.of_rows(rows, batch_rows, loss.dtype)
+    updates = [(_keras.loss_tracker(model), loss), *updates]
+    reported = [(tracker, _report.part_of(value, share)) for tracker, value in updates]
+    return loss * share, reported
+
+
+def _sum_in_graph(micro_step: Any, arguments: Callable[[Any], Any], pieces: Any) -> _Parts:
+    """Return the sum of `micro_step(*arguments(index))` over `pieces` micro-batches."""
+    # Traced here for the structure of its outputs, and called in the loop: one trace.
+    example = micro_step.get_concrete_function(*arguments(tf.constant(0, tf.int64)))
+    structure = example.structured_outputs
+
+    def body(index: Any, total: list[Any]) -> tuple[Any, list[Any]]:
+        parts = micro_step(*arguments(index))
+        return index + 1, _accumulator.add(total, _present(parts), index)
+
+    _, total = tf.while_loop(
+        lambda index, total: index < pieces,
+        body,
+        [tf.constant(0, tf.int64), _accumulator.zeros(_present(structure), pieces)],
+        parallel_iterations=1,  # More would hold the activations of as many micro-batches.
+    )
+    return _packed(structure, _accumulator.value(total, _present(structure)))
+
+
+def _sum_eagerly(micro_step: Any, arguments: Callable[[Any], Any], pieces: Any) -> _Parts:
+    """Return the same sum, run by Python: `run_eagerly=True`."""
+    parts = micro_step(*arguments(0))
+    total = _accumulator.zeros(_present(parts), pieces)
+    total = _accumulator.add(total, _present(parts), 0)
+    for index in range(1, int(pieces)):
+        parts = micro_step(*arguments(index))
+        total = _accumulator.add(total, _present(parts), index)
+    return _packed(parts, _accumulator.value(total, _present(parts)))
+
+
+def _present(parts: _Parts) -> list[Any]:
+    return [part for part in tf.nest.flatten(parts) if part is not None]
+
+
+def _packed(structure: _Parts, present: list[Any]) -> _Parts:
+    """Return `present` in the places where `structure` is not None."""
+    values = iter(present)
+    flat = [None if part is None else next(values) for part in tf.nest.flatten(structure)]
+    return tf.nest.pack_sequence_as(structure, flat)
+
+
+def _make_apply(model: keras.Model) -> Callable[[list[Any]], None]:
+    def apply(gradients: list[Any]) -> None:
+        weights = model.trainable_weights
+        if not weights:
+            warnings.warn("The model does not have any trainable weights.", stacklevel=2)
+            return
+        model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+
+    return apply

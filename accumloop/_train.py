@@ -1,0 +1,175 @@
+"""train(): epochs and batches, in the order in which things happen."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from accumloop import _checks, _data, _keras, _prepare, _report, _step
+
+
+def train(
+    model: keras.Model,
+    ds: tf.data.Dataset,
+    accum: int,
+    *,
+    epochs: int = 1,
+    verbose: str | int = "auto",
+    callbacks: Any = None,
+    validation_data: Any = None,
+    class_weight: dict[int, float] | None = None,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
+    validation_steps: int | None = None,
+    validation_freq: int | list[int] = 1,
+) -> keras.callbacks.History:
+    """Train a model as `model.fit(ds)` does, at about `1 / accum` of the activation memory.
+
+    ```
+    for batch in ds:
+        for micro_batch in cut(batch, accum):  # runs of consecutive rows
+            gradient += share(micro_batch) * gradient of loss(micro_batch)
+        update once with the gradient  # that of loss(batch), to rounding
+    ```
+
+    Updates, weights, optimizer state, History and callback events are those of `model.fit`:
+    bit-equal with `accum=1`, and to rounding with more.
+
+    Args:
+        model: A compiled `keras.Model` on the TensorFlow backend.
+        ds: A batched `tf.data.Dataset` of `x`, `(x, y)` or `(x, y, sample_weight)`. One of its
+            elements is one batch and one update. Its leaves have shape `(rows, ...)` and may be
+            dense, ragged or sparse, in nested dicts, tuples and lists, with `None` among them.
+        accum: An int >= 1, the number of micro-batches that a batch is cut into. A batch of
+            fewer rows is cut into single rows.
+        epochs: As in `model.fit`: the index of the epoch to stop before.
+        verbose: `"auto"`, 0, 1 or 2, as in `model.fit`.
+        callbacks: A list of `keras.callbacks.Callback`s. They see one
+            `on_train_batch_begin` and `on_train_batch_end` a batch.
+        validation_data: A dataset or a tuple of arrays `(x, y)` or `(x, y, sample_weight)`, for
+            `model.evaluate` at the end of epochs.
+        class_weight: A dict from integer class ids to weights.
+        initial_epoch: The index of the first epoch.
+        steps_per_epoch: Batches of an epoch, or None for all of `ds`. An iterator over `ds` then
+            goes on across epochs, as in `model.fit`.
+        validation_steps: Batches of a validation, or None for all of them.
+        validation_freq: An int n, to validate each n-th epoch, or a list of 1-based epochs.
+
+    Returns:
+        A `keras.callbacks.History`, also at `model.history`.
+
+    Raises:
+        TypeError: If an argument is of a wrong kind: `accum` no int, `ds` no dataset, `model` no
+            Keras model, `callbacks` no callbacks.
+        ValueError: If an argument has a wrong value: `accum < 1`, a model that is not compiled,
+            an unbatched dataset, an optimizer that has `gradient_accumulation_steps` itself.
+        NotImplementedError: If micro-batches would train something else than their batch: a
+            masked or weighted mean, a loss that couples rows, a trainable BatchNormalization, a
+            model with its own `train_step`, all with `accum > 1`; or under a strategy.
+
+    Example:
+        >>> x = tf.reshape(tf.range(12.0), [6, 2])
+        >>> ds = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(4)
+        >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+        >>> model.compile(keras.optimizers.SGD(0.001), "mse")
+        >>> history = train(model, ds, 3, epochs=2, verbose=0)
+        >>> len(history.history["loss"]), int(model.optimizer.iterations)
+        (2, 4)
+
+    References:
+        - [`keras.Model.fit`](https://keras.io/api/models/model_training_apis/#fit-method)
+    """
+    _checks.accum(accum)
+    _checks.model(model)
+    _checks.dataset(ds)
+    _checks.callbacks(callbacks)
+    _checks.numbers_of_steps(
+        epochs=epochs,
+        initial_epoch=initial_epoch,
+        steps_per_epoch=steps_per_epoch,
+        validation_steps=validation_steps,
+        validation_freq=validation_freq,
+        verbose=verbose,
+    )
+    _checks.class_weight(class_weight, ds.element_spec)
+    if accum > 1:
+        _checks.cut_exactly(model)
+
+    if class_weight is not None:
+        ds = _data.with_class_weight(ds, class_weight)
+    epochs = _at_most("epochs", epochs, keras.config.max_epochs())
+    steps_per_epoch = _at_most(
+        "steps_per_epoch", steps_per_epoch, keras.config.max_steps_per_epoch()
+    )
+    batches = _data.Epochs(ds, steps_per_epoch, model.steps_per_execution)
+    step = _prepared_step(model, ds.element_spec, batches.peek(), accum)
+
+    callbacks = _report.callback_list(
+        model, callbacks, verbose=verbose, epochs=epochs, steps=batches.steps
+    )
+    model.stop_training = False
+    try:
+        callbacks.on_train_begin()
+        logs: _report.Logs = {}
+        epoch_logs = None
+        for epoch in range(_keras.restored_epoch(model) or initial_epoch, epochs):
+            model.reset_metrics()
+            callbacks.on_epoch_begin(epoch)
+            for execution in batches.epoch():
+                callbacks.on_train_batch_begin(execution.begin_step)
+                logs = step(execution.first, execution.iterator, accum)
+                callbacks.on_train_batch_end(execution.end_step, logs)
+                del execution  # Its batch must not wait in memory for the next one.
+                if model.stop_training:
+                    break
+
+            epoch_logs = _report.epoch_logs(model, logs)
+            if validation_data is not None and _validates(epoch, validation_freq):
+                epoch_logs |= _report.validation_logs(
+                    model, validation_data, validation_steps, callbacks
+                )
+            callbacks.on_epoch_end(epoch, epoch_logs)
+            if model.stop_training:
+                break
+
+        if epochs > 0:
+            # Writes the averages of an optimizer with EMA into the weights.
+            model.optimizer.finalize_variable_values(model.trainable_weights)
+        callbacks.on_train_end(epoch_logs)
+    finally:
+        _keras.forget_restored_epoch(model)
+    return model.history
+
+
+def _prepared_step(model: keras.Model, element_spec: Any, batch: Any, accum: int) -> _step.Step:
+    """Return the step of a model that is built, for batches that are known to be cut exactly."""
+    if batch is not None:
+        _checks.first_batch(batch, element_spec)
+    steps = _step.steps_of(model)
+    key = (accum > 1, model.run_eagerly, model.jit_compile, model.steps_per_execution)
+    prepared = (*key, str(element_spec))
+    if prepared not in steps.prepared and batch is not None:
+        _prepare.build(model, batch)
+        if accum > 1:
+            _prepare.refuse_inexact(model, batch)
+        steps.prepared.add(prepared)
+    if key not in steps.made:
+        steps.made[key] = _step.make_step(model, accumulating=accum > 1)
+    return steps.made[key]
+
+
+def _at_most(name: str, value: int | None, limit: int | None) -> int | None:
+    """Return `value` under the limit that `keras.config` sets for debugging runs."""
+    if not limit or (value is not None and value <= limit):
+        return value
+    warnings.warn(f"Limiting {name} to {limit}", stacklevel=3)
+    return limit
+
+
+def _validates(epoch: int, validation_freq: int | list[int]) -> bool:
+    if isinstance(validation_freq, int):
+        return (epoch + 1) % validation_freq == 0
+    return epoch + 1 in validation_freq
