@@ -25,11 +25,20 @@ class _Slices(NamedTuple):
 
     values: tf.TensorArray
     indices: tf.TensorArray
+    dense_shape: Any
 
 
 def wide(dtype: tf.DType) -> tf.DType:
     """Return the dtype to sum `dtype` in: itself, but at least float32."""
     return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
+
+
+def set_static_shape(gradient: Any, shape: tuple[int, ...]) -> None:
+    """Tell a gradient, which may be None, the shape of its variable: a loop can forget it."""
+    if isinstance(gradient, tf.IndexedSlices):
+        gradient.values.set_shape([None, *shape[1:]])
+    elif gradient is not None:
+        gradient.set_shape(shape)
 
 
 def zeros(parts: list[Any], pieces: Any) -> list[Any]:
@@ -56,24 +65,29 @@ def value(total: list[Any], parts: list[Any]) -> list[Any]:
 def _zero(part: Any, pieces: Any) -> Any:
     if isinstance(part, tf.IndexedSlices):
         return _Slices(
-            *(
-                tf.TensorArray(
-                    tensor.dtype,
-                    size=tf.cast(pieces, tf.int32),
-                    infer_shape=False,
-                    element_shape=[None, *tensor.shape[1:]],
-                )
-                for tensor in (part.values, part.indices)
-            )
+            _empty_array(part.values, pieces),
+            _empty_array(part.indices, pieces),
+            tf.zeros(part.dense_shape.shape, part.dense_shape.dtype),
         )
     return tf.zeros(part.shape, wide(part.dtype))
+
+
+def _empty_array(tensor: Any, pieces: Any) -> tf.TensorArray:
+    return tf.TensorArray(
+        tensor.dtype,
+        size=tf.cast(pieces, tf.int32),
+        infer_shape=False,
+        element_shape=[None, *tensor.shape[1:]],
+    )
 
 
 def _add(total: Any, part: Any, index: Any) -> Any:
     if isinstance(part, tf.IndexedSlices):
         index = tf.cast(index, tf.int32)
         return _Slices(
-            total.values.write(index, part.values), total.indices.write(index, part.indices)
+            total.values.write(index, part.values),
+            total.indices.write(index, part.indices),
+            part.dense_shape,
         )
     return total + tf.cast(part, total.dtype)
 
@@ -85,7 +99,7 @@ def _value(total: Any, part: Any) -> Any:
     values.set_shape([None, *part.values.shape[1:]])
     if _each_row_once(part.indices):
         values, indices = _sum_repeated_rows(values, indices)
-    return tf.IndexedSlices(values, indices, part.dense_shape)
+    return tf.IndexedSlices(values, indices, total.dense_shape)
 
 
 def _each_row_once(indices: Any) -> bool:

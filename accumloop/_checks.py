@@ -43,23 +43,25 @@ def model(value: Any) -> None:
             "You must call `model.compile()` before `accumloop.train()`, with the optimizer and "
             f"loss that `model.fit()` would have used. Received: model={value!r}"
         )
-    steps = getattr(
-        getattr(value.optimizer, "inner_optimizer", value.optimizer),
-        "gradient_accumulation_steps",
-        None,
-    )
-    if steps:
+    for steps in _accumulation_steps(value.optimizer):
         raise ValueError(
             "The optimizer accumulates gradients by itself, and would do so a second time. "
             "Create it without `gradient_accumulation_steps`: here a batch of the dataset is one "
             f"update. Received: gradient_accumulation_steps={steps!r}"
         )
     strategy = value.distribute_strategy
-    if strategy.num_replicas_in_sync > 1 or tf.distribute.has_strategy():
+    if tf.distribute.has_strategy() or strategy is not tf.distribute.get_strategy():
         raise NotImplementedError(
             "Models under a `tf.distribute` strategy are not supported yet. "
             f"Received: model.distribute_strategy={strategy!r}"
         )
+
+
+def _accumulation_steps(optimizer: Any) -> list[int]:
+    """Return what optimizers that accumulate by themselves, wrapped ones too, are set to."""
+    inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", [])]
+    own = getattr(optimizer, "gradient_accumulation_steps", None)
+    return [own] if own else [n for o in inner if o is not None for n in _accumulation_steps(o)]
 
 
 def dataset(value: Any) -> None:
@@ -70,12 +72,8 @@ def dataset(value: Any) -> None:
             "`tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)`. "
             f"Received: ds of type {type(value).__name__}"
         )
-    shapes = [
-        getattr(spec, "shape", None)
-        for spec in tf.nest.flatten(value.element_spec)
-        if not isinstance(spec, tf.OptionalSpec)
-    ]
-    shapes = [shape for shape in shapes if isinstance(shape, tf.TensorShape)]
+    specs = [leaf for leaf in tf.nest.flatten(value.element_spec) if hasattr(leaf, "shape")]
+    shapes = [tf.TensorShape(leaf.shape) for leaf in specs]
     if any(shape.rank == 0 for shape in shapes):
         raise ValueError(
             "`ds` must give batches, and gives single examples: one of its tensors is a scalar. "
@@ -129,7 +127,10 @@ def numbers_of_steps(
         ("initial_epoch", initial_epoch, 0, False),
         ("steps_per_epoch", steps_per_epoch, 1, True),
         ("validation_steps", validation_steps, 1, True),
+        ("validation_freq", validation_freq, 1, True),
     ):
+        if name == "validation_freq" and not isinstance(value, int):
+            continue
         if value is None and optional:
             continue
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):

@@ -107,18 +107,26 @@ def with_class_weight(ds: tf.data.Dataset, class_weight: dict[int, float]) -> tf
 
     def weigh(*batch: Any) -> tuple[Any, Any, Any]:
         x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        if y.shape.rank >= 2:
-            # One-hot labels have more than one column, which may be known only when read.
-            labels = tf.cond(
-                tf.shape(y)[-1] > 1,
-                lambda: tf.argmax(y, axis=-1, output_type=tf.int32),
-                lambda: tf.cast(tf.round(tf.squeeze(y, axis=-1)), tf.int32),
-            )
-        else:
-            labels = tf.cast(tf.round(y), tf.int32)
-        return x, y, tf.gather(weights, labels)
+        return x, y, tf.gather(weights, _class_ids(y))
 
     return ds.map(weigh).prefetch(tf.data.AUTOTUNE)
+
+
+def _class_ids(labels: Any) -> Any:
+    """Return int32 class ids of labels that are ids, a column of ids, or one-hot rows."""
+
+    def ids() -> Any:
+        column = labels if labels.shape.rank == 1 else tf.squeeze(labels, axis=-1)
+        return tf.cast(tf.round(column), tf.int32)
+
+    def of_one_hot() -> Any:
+        return tf.argmax(labels, axis=-1, output_type=tf.int32)
+
+    if labels.shape.rank == 1 or labels.shape[-1] == 1:
+        return ids()
+    if labels.shape[-1] is not None:
+        return of_one_hot()
+    return tf.cond(tf.shape(labels)[-1] > 1, of_one_hot, ids)
 
 
 def _warn_out_of_data() -> None:

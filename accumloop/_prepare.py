@@ -1,8 +1,8 @@
 """Before training: build what is not built, and ask a few rows whether cutting is exact.
 
 Cutting a batch is exact if its loss is the sum of its micro-batches' weighted losses. That
-cannot be read off a loss function, but it can be tried: three rows of the first batch, as one
-batch and as two micro-batches. This finds losses that couple rows (contrastive, soft F1), terms
+cannot be read off a loss function, but it can be tried: a few rows of the first batch, as
+one batch and as two micro-batches. This finds losses that couple rows (contrastive, soft F1), terms
 of `add_loss` that are sums over rows, and models whose rows depend on one another. Nothing of
 the model changes: all of it runs in a `keras.StatelessScope`.
 """
@@ -50,14 +50,16 @@ def build(model: keras.Model, batch: Any) -> None:
         model.compute_loss(x, y, y_pred, sample_weight)
         model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
     if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
+        # In the scope in which its first update would have built it: paths are those of fit.
+        with keras.name_scope(model.optimizer.name, caller=model.optimizer):
+            model.optimizer.build(model.trainable_variables)
 
 
 def refuse_inexact(model: keras.Model, batch: Any) -> None:
     """Raise if the micro-batches of `batch` would not add up to it.
 
     Raises:
-        NotImplementedError: If the loss of three rows is not the sum of its parts.
+        NotImplementedError: If the loss of a few rows is not the sum of its parts.
     """
     few = _few(batch)
     rows = int(_cut.rows(few))
@@ -124,7 +126,13 @@ def _state(model: keras.Model) -> list[tuple[keras.Variable, Any]]:
 
 
 def _few(batch: Any) -> Any:
-    batch = _cut.without_optionals(batch)
+    """Return the first three rows; of a ragged batch, two neighbours of different lengths."""
+    for leaf in _cut.leaves(batch):
+        if isinstance(leaf, tf.RaggedTensor):
+            lengths = leaf.row_lengths().numpy()
+            changes = (lengths[1:] != lengths[:-1]).nonzero()[0]
+            if changes.size:
+                return _cut.take(batch, int(changes[0]), int(changes[0]) + 2)
     return _cut.take(batch, 0, min(_ROWS, int(_cut.rows(batch))))
 
 

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from accumloop import _keras
-
 Logs = dict[str, Any]
 
 
@@ -36,11 +34,10 @@ def part_of(value: Any, share: Any) -> Reported:
 
 def update_once(tracker: keras.metrics.Metric, reported: Reported, rows: Any) -> None:
     """Update the tracker of a loss with the loss of a whole batch, weighted by its rows."""
-    if reported.size is None:
-        tracker.update_state(reported.total, sample_weight=rows)
-    else:
-        mean = reported.total / tf.cast(reported.size, reported.total.dtype)
-        tracker.update_state(mean, sample_weight=rows * reported.size)
+    loss = reported.total
+    if reported.size is not None:
+        loss /= tf.cast(reported.size, loss.dtype)
+    tracker.update_state(loss, sample_weight=rows)
 
 
 @contextlib.contextmanager
@@ -107,9 +104,3 @@ def validation_logs(
         return_dict=True,
     )
     return {f"val_{name}": value for name, value in results.items()}
-
-
-def leaf_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
-    """Return the metrics of a model, the tracker of its loss first."""
-    tracker = _keras.loss_tracker(model)
-    return [tracker, *(metric for metric in model.metrics if metric is not tracker)]

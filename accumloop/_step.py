@@ -152,6 +152,8 @@ def _make_micro_step(
         trackers[:] = [tracker for tracker, _ in reported]
         weights = model.trainable_weights
         gradients = tape.gradient(scaled, weights) if weights else []
+        for gradient, weight in zip(gradients, weights, strict=True):
+            _accumulator.set_static_shape(gradient, weight.shape)
         model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         return _Parts(gradients, [loss for _, loss in reported])
 
@@ -171,9 +173,7 @@ def weighted_loss(
     """Return a micro-batch's part of its batch's loss, and of each loss that Keras tracks."""
     data = (x, y, sample_weight)
     rows = _cut.rows_of(_cut.leaves(data)[0])
-    ragged = any(
-        isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) for leaf in _cut.leaves(data)
-    )
+    ragged = any(isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) for leaf in _cut.leaves(data))
     with (
         _shares.losses_by_share(rows, batch_rows, ragged=ragged),
         _report.recorded_updates(model.metrics) as updates,

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from accumloop import _checks, _data, _keras, _prepare, _report, _step
+from accumloop import _checks, _cut, _data, _keras, _prepare, _report, _step
 
 
 def train(
@@ -100,10 +100,10 @@ def train(
 
     if class_weight is not None:
         ds = _data.with_class_weight(ds, class_weight)
-    epochs = _at_most("epochs", epochs, keras.config.max_epochs())
-    steps_per_epoch = _at_most(
-        "steps_per_epoch", steps_per_epoch, keras.config.max_steps_per_epoch()
-    )
+    if _exceeds("epochs", epochs, limit := keras.config.max_epochs()):
+        epochs = limit
+    if _exceeds("steps_per_epoch", steps_per_epoch, limit := keras.config.max_steps_per_epoch()):
+        steps_per_epoch = limit
     batches = _data.Epochs(ds, steps_per_epoch, model.steps_per_execution)
     step = _prepared_step(model, ds.element_spec, batches.peek(), accum)
 
@@ -147,6 +147,7 @@ def train(
 def _prepared_step(model: keras.Model, element_spec: Any, batch: Any, accum: int) -> _step.Step:
     """Return the step of a model that is built, for batches that are known to be cut exactly."""
     if batch is not None:
+        batch = _cut.without_optionals(batch)
         _checks.first_batch(batch, element_spec)
     steps = _step.steps_of(model)
     key = (accum > 1, model.run_eagerly, model.jit_compile, model.steps_per_execution)
@@ -161,12 +162,12 @@ def _prepared_step(model: keras.Model, element_spec: Any, batch: Any, accum: int
     return steps.made[key]
 
 
-def _at_most(name: str, value: int | None, limit: int | None) -> int | None:
-    """Return `value` under the limit that `keras.config` sets for debugging runs."""
+def _exceeds(name: str, value: int | None, limit: int | None) -> bool:
+    """Tell, and warn, whether a run is over a limit that `keras.config` sets for debugging."""
     if not limit or (value is not None and value <= limit):
-        return value
+        return False
     warnings.warn(f"Limiting {name} to {limit}", stacklevel=3)
-    return limit
+    return True
 
 
 def _validates(epoch: int, validation_freq: int | list[int]) -> bool:

@@ -67,7 +67,9 @@ def make_model(optimizer):
     model = keras.Sequential(
         [
             keras.Input([5]),
-            keras.layers.Dense(8, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.01)),
+            keras.layers.Dense(
+                8, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.01)
+            ),
             keras.layers.Dense(3, kernel_constraint=keras.constraints.MaxNorm(1.5)),
         ]
     )
@@ -119,11 +121,7 @@ def fitted(optimizer, tail):
 
 
 def test_every_optimizer_of_keras_is_here():
-    known = {
-        type(inner)
-        for make in OPTIMIZERS.values()
-        for inner in [make()]
-    }
+    known = {type(inner) for make in OPTIMIZERS.values() for inner in [make()]}
     classes = {
         value
         for value in vars(keras.optimizers).values()
@@ -161,7 +159,9 @@ def test_the_cases_tell_right_from_wrong():
                     with tf.GradientTape() as tape:
                         loss = model.compute_loss(px, py, model(px, training=True), pw)
                     grads = tape.gradient(loss, model.trainable_variables)
-                    sums = grads if sums is None else [s + g for s, g in zip(sums, grads, strict=True)]
+                    sums = (
+                        grads if sums is None else [s + g for s, g in zip(sums, grads, strict=True)]
+                    )
                 optimizer.apply([s / len(parts) for s in sums], model.trainable_variables)
         return model.history
 

@@ -36,8 +36,12 @@ def test_equal_outcomes_are_the_same():
         lambda o: {"history": {"loss": o.history["loss"][:-1]}},
         lambda o: {"history": {**o.history, "more": [0.0]}},
         lambda o: {"events": o.events[:-1]},
-        lambda o: {"events": [(*e[:-1], {n: np.float64(v) for n, v in e[-1].items()}) for e in o.events]},
-        lambda o: {"events": [(*e[:-1], {n: v + 1e-6 for n, v in e[-1].items()}) for e in o.events]},
+        lambda o: {
+            "events": [(*e[:-1], {n: np.float64(v) for n, v in e[-1].items()}) for e in o.events]
+        },
+        lambda o: {
+            "events": [(*e[:-1], {n: v + 1e-6 for n, v in e[-1].items()}) for e in o.events]
+        },
         lambda o: {"events": [(*e[:-1], {}) for e in o.events]},
     ],
     ids=[

@@ -1,0 +1,133 @@
+"""What is traced, how often, and what is left in memory."""
+
+import functools
+import gc
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from oracle import batches, data
+
+import accumloop
+from accumloop import _step
+
+x, labels, targets, weights = data()
+L = keras.layers
+ds = functools.partial(batches, x, targets, size=10)
+
+
+class Counting(L.Layer):
+    """Counts how often it is traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.traces = 0
+
+    def call(self, inputs):
+        self.traces += not tf.executing_eagerly()
+        return inputs
+
+
+def make_model(*layers, **options):
+    model = keras.Sequential([*layers, L.Dense(2)])
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae", "mse"], **options)
+    return model
+
+
+@pytest.mark.parametrize("accum", [1, 3, 64])
+@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize("options", [{}, {"steps_per_execution": 2}], ids=["one", "two"])
+def test_traces(accum, built, options):
+    layer = Counting()
+    model = make_model(*([keras.Input([5])] if built else []), layer, **options)
+    layer.traces = 0
+    accumloop.train(model, ds(), accum, epochs=5, verbose=0)
+    assert layer.traces == 1 + (not built)
+    accumloop.train(model, ds(), accum, epochs=5, verbose=0)
+    assert layer.traces == 1 + (not built), "a second call traces nothing again"
+    accumloop.train(model, ds().take(1), accum + 7, epochs=1, verbose=0)
+    again = layer.traces
+    model.compile("sgd", "mse")
+    accumloop.train(model, ds(), accum, verbose=0)
+    assert layer.traces == again + 1, "a recompile does"
+
+
+def test_traces_of_xla():
+    """XLA compiles once for each size of micro-batch, but nothing is traced again."""
+    layer = Counting()
+    model = make_model(keras.Input([5]), layer, jit_compile=True)
+    layer.traces = 0
+    accumloop.train(model, ds(), 3, epochs=5, verbose=0)
+    assert layer.traces == 1
+
+
+def nodes(model, accum):
+    accumloop.train(model, ds(), accum, verbose=0)
+    (step,) = _step.steps_of(model).made.values()
+    iterator = iter(ds())
+    graph = step.get_concrete_function(
+        iterator.get_next_as_optional(), iterator, tf.constant(accum)
+    ).graph
+    definition = graph.as_graph_def(add_shapes=False)
+    return len(definition.node) + sum(len(f.node_def) for f in definition.library.function)
+
+
+def test_the_graph_does_not_grow_with_the_number_of_micro_batches():
+    assert nodes(make_model(keras.Input([5])), 2) == nodes(make_model(keras.Input([5])), 64)
+
+
+@pytest.mark.parametrize("accum", [1, 3])
+def test_a_model_that_is_dropped_is_freed(accum):
+    model = make_model(keras.Input([5]))
+    accumloop.train(model, ds(), accum, verbose=0)
+    gone = weakref.ref(model)
+    del model
+    keras.utils.clear_session()
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_recompile_drops_the_steps_before():
+    model = make_model(keras.Input([5]))
+    accumloop.train(model, ds(), 3, verbose=0)
+    before = weakref.ref(_step.steps_of(model))
+    model.compile("sgd", "mse")
+    accumloop.train(model, ds(), 3, verbose=0)
+    gc.collect()
+    assert before() is None
+
+
+def test_a_batch_is_not_kept_while_the_next_one_is_fetched():
+    """Elements of a generator: each is freed when the one after the next is asked for."""
+    alive = []
+
+    def generate():
+        for _ in range(6):
+            gc.collect()
+            alive.append(sum(ref() is not None for ref in made))
+            batch = np.ones([8, 5])
+            made.append(weakref.ref(batch))
+            yield batch, np.ones([8, 2])
+
+    made = []
+    spec = (tf.TensorSpec([None, 5], tf.float64), tf.TensorSpec([None, 2], tf.float64))
+    generated = tf.data.Dataset.from_generator(generate, output_signature=spec)
+    accumloop.train(make_model(keras.Input([5])), generated, 2, verbose=0)
+    assert max(alive) <= 1
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_run_eagerly_runs_python_for_each_micro_batch(accum):
+    seen = []
+
+    class Looking(L.Layer):
+        def call(self, inputs):
+            if hasattr(inputs, "numpy"):  # Keras builds with symbolic tensors.
+                seen.append(len(inputs.numpy()))
+            return inputs
+
+    model = make_model(Looking(), run_eagerly=True)
+    accumloop.train(model, ds().take(1), accum, verbose=0)
+    assert seen[-accum:] == [10 // accum] * accum
