@@ -13,7 +13,7 @@ Logs = dict[str, Any]
 
 
 class Reported(NamedTuple):
-    """What a micro-batch adds to a loss that Keras reports: a sum, and how many values it has.
+    """What a micro-batch adds to a number that Keras reports: a sum, and of how many values.
 
     `size` is None for a scalar loss. A loss that is not reduced (`reduction=None`) is reported
     as the mean of its values, as `keras.metrics.Mean` does with the values of a whole batch.
@@ -23,8 +23,15 @@ class Reported(NamedTuple):
     size: Any | None
 
 
+class Tracker(NamedTuple):
+    """A metric to update once a batch, and whether the rows of the batch are its weight."""
+
+    metric: keras.metrics.Metric
+    by_rows: bool
+
+
 def part_of(value: Any, share: Any) -> Reported:
-    """Return what `value`, the loss of a micro-batch, adds to the loss of its batch."""
+    """Return what `value`, of a micro-batch, adds to that of its batch."""
     value = tf.convert_to_tensor(value)
     value = value * tf.cast(share, value.dtype)
     if value.shape.rank == 0:
@@ -32,36 +39,49 @@ def part_of(value: Any, share: Any) -> Reported:
     return Reported(tf.reduce_sum(value), tf.size(value, out_type=tf.int64))
 
 
-def update_once(tracker: keras.metrics.Metric, reported: Reported, rows: Any) -> None:
-    """Update the tracker of a loss with the loss of a whole batch, weighted by its rows."""
-    loss = reported.total
+def update_once(tracker: Tracker, reported: Reported, rows: Any) -> None:
+    """Update a metric with the number of a whole batch."""
+    value = reported.total
     if reported.size is not None:
-        loss /= tf.cast(reported.size, loss.dtype)
-    tracker.update_state(loss, sample_weight=rows)
+        value /= tf.cast(reported.size, value.dtype)
+    tracker.metric.update_state(value, sample_weight=rows if tracker.by_rows else None)
 
 
 @contextlib.contextmanager
 def recorded_updates(
-    metrics: list[keras.metrics.Metric],
-) -> Iterator[list[tuple[keras.metrics.Metric, Any]]]:
-    """Record what `update_state` of the metrics is given, instead of updating them.
+    metrics: list[keras.metrics.Metric], *, by_rows: bool
+) -> Iterator[list[tuple[Tracker, Any]]]:
+    """Record what `keras.metrics.Mean`s are updated with, instead of updating them.
 
-    Keras tracks the loss of each output while it computes the loss: once a micro-batch. Recorded,
-    they are combined over the batch, as the loss itself.
+    Keras tracks the loss of each output while it computes the loss, and a layer may track a number
+    of its own in its forward pass: once a batch under `fit`. Recorded, they are combined over the
+    micro-batches by rows, as the loss itself. An update with a value for each row stays as it is.
+
+    Args:
+        metrics: The metrics of the model.
+        by_rows: Whether an update has the rows of the batch as its weight, as losses have.
     """
-    updates: list[tuple[keras.metrics.Metric, Any]] = []
+    updates: list[tuple[Tracker, Any]] = []
 
     def recorder(metric: keras.metrics.Metric) -> Any:
-        return lambda value, sample_weight=None: updates.append((metric, value))
+        update_state = metric.update_state
 
+        def record(value: Any, sample_weight: Any = None) -> Any:
+            if by_rows or (sample_weight is None and keras.ops.ndim(value) == 0):
+                return updates.append((Tracker(metric, by_rows), value))
+            return update_state(value, sample_weight)
+
+        return record
+
+    means = [metric for metric in metrics if type(metric) is keras.metrics.Mean]
     # In the instance's dict, past the tracking of Keras' attribute assignment.
-    for metric in metrics:
+    for metric in means:
         vars(metric)["update_state"] = recorder(metric)
     try:
         yield updates
     finally:
-        for metric in metrics:
-            del vars(metric)["update_state"]
+        for metric in means:
+            vars(metric).pop("update_state", None)
 
 
 def callback_list(

@@ -46,7 +46,7 @@ class _Parts(NamedTuple):
     """What one micro-batch gives, in structures of tensors."""
 
     gradients: list[Any]
-    losses: list[_report.Reported]
+    numbers: list[_report.Reported]
 
 
 def make_step(model: keras.Model, accumulating: bool) -> Step:
@@ -108,7 +108,7 @@ def _whole_update(model: keras.Model) -> Callable[..., Logs]:
 
 
 def _accumulated_update(model: keras.Model) -> Callable[..., Logs]:
-    trackers: list[keras.metrics.Metric] = []
+    trackers: list[_report.Tracker] = []
     micro_step = _make_micro_step(model, trackers)
     # Micro-batches differ in size: XLA compiles one of them and the update, not the loop.
     micro_step = _function(model, micro_step, jit_compile=model.jit_compile)
@@ -127,35 +127,38 @@ def _accumulated_update(model: keras.Model) -> Callable[..., Logs]:
         else:
             parts = _sum_in_graph(micro_step, arguments, pieces)
         apply(parts.gradients)
-        for tracker, loss in zip(trackers, parts.losses, strict=True):
-            _report.update_once(tracker, loss, rows)
+        for tracker, number in zip(trackers, parts.numbers, strict=True):
+            _report.update_once(tracker, number, rows)
         return model.get_metrics_result()
 
     return _function(model, update)
 
 
 def _make_micro_step(
-    model: keras.Model, trackers: list[keras.metrics.Metric]
+    model: keras.Model, trackers: list[_report.Tracker]
 ) -> Callable[[Any, Any], _Parts]:
     """Return forward and backward pass of one micro-batch.
 
-    `trackers` is filled with the metrics that report the losses of the parts.
+    `trackers` is filled with the metrics that report the numbers of the parts.
     """
     call = training_call(model)
 
     def micro_step(batch: Any, batch_rows: Any) -> _Parts:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         with tf.GradientTape() as tape:
-            y_pred = call(x)
+            with _report.recorded_updates(model.metrics, by_rows=False) as updates:
+                y_pred = call(x)
             loss, reported = weighted_loss(model, x, y, y_pred, sample_weight, batch_rows)
             scaled = model.optimizer.scale_loss(loss)
+        share = _shares.of_rows(_cut.rows_of(_cut.leaves(batch)[0]), batch_rows, loss.dtype)
+        reported += [(tracker, _report.part_of(value, share)) for tracker, value in updates]
         trackers[:] = [tracker for tracker, _ in reported]
         weights = model.trainable_weights
         gradients = tape.gradient(scaled, weights) if weights else []
         for gradient, weight in zip(gradients, weights, strict=True):
             _accumulator.set_static_shape(gradient, weight.shape)
         model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-        return _Parts(gradients, [loss for _, loss in reported])
+        return _Parts(gradients, [number for _, number in reported])
 
     return micro_step
 
@@ -169,20 +172,20 @@ def training_call(model: keras.Model) -> Callable[[Any], Any]:
 
 def weighted_loss(
     model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, batch_rows: Any
-) -> tuple[Any, list[tuple[keras.metrics.Metric, _report.Reported]]]:
+) -> tuple[Any, list[tuple[_report.Tracker, _report.Reported]]]:
     """Return a micro-batch's part of its batch's loss, and of each loss that Keras tracks."""
     data = (x, y, sample_weight)
     rows = _cut.rows_of(_cut.leaves(data)[0])
     ragged = any(isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) for leaf in _cut.leaves(data))
     with (
         _shares.losses_by_share(rows, batch_rows, ragged=ragged),
-        _report.recorded_updates(model.metrics) as updates,
+        _report.recorded_updates(model.metrics, by_rows=True) as updates,
     ):
         loss = model.compute_loss(
             x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
         )
     share = _shares.of_rows(rows, batch_rows, loss.dtype)
-    updates = [(_keras.loss_tracker(model), loss), *updates]
+    updates = [(_report.Tracker(_keras.loss_tracker(model), by_rows=True), loss), *updates]
     reported = [(tracker, _report.part_of(value, share)) for tracker, value in updates]
     return loss * share, reported
 

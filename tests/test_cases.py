@@ -60,6 +60,22 @@ class Penalty(L.Layer):
         return inputs
 
 
+class Tracked(L.Layer):
+    """Tracks a mean of its batch, a value of each row, and a sum in its forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_batch = keras.metrics.Mean(name="of_batch")
+        self.of_rows = keras.metrics.Mean(name="of_rows")
+        self.total = keras.metrics.Sum(name="total")
+
+    def call(self, inputs):
+        self.of_batch.update_state(keras.ops.mean(inputs))
+        self.of_rows.update_state(keras.ops.sum(inputs, axis=-1))
+        self.total.update_state(keras.ops.sum(inputs))
+        return inputs
+
+
 class Nested(keras.Model):
     """Takes a dict with a tuple and a None in it, returns a dict of outputs."""
 
@@ -299,6 +315,9 @@ CASES = {
             keras.Sequential([keras.Input([5]), L.Dense(4), Penalty(), L.Dense(2)]), metrics=["mae"]
         ),
         weighted,
+    ),
+    "tracked_in_a_layer": Case(
+        lambda: compiled(keras.Sequential([keras.Input([5]), Tracked(), L.Dense(2)])), plain
     ),
     "constraints": Case(
         lambda: dense(layer=L.Dense(4, kernel_constraint="non_neg", bias_constraint="max_norm")),
