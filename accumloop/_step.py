@@ -59,7 +59,7 @@ def make_step(model: keras.Model, accumulating: bool) -> Step:
     ```
 
     `first` is a `tf.experimental.Optional` of a batch, `iterator` gives the batches after it,
-    `accum` is an int (a tensor when traced, so that another `accum` needs no other trace).
+    `accum` is an int64 scalar tensor, so that another `accum` needs no other trace.
     Everything is traced at the first call: once, whatever the number of micro-batches, their
     sizes, and the size of the batches.
     """
@@ -117,7 +117,7 @@ def _accumulated_update(model: keras.Model) -> Callable[..., Logs]:
     def update(batch: Any, accum: Any) -> Logs:
         batch = _cut.without_optionals(batch)
         rows = _cut.rows(batch)
-        pieces = tf.minimum(tf.cast(accum, tf.int64), rows)
+        pieces = tf.minimum(accum, rows)
 
         def arguments(index: Any) -> tuple[Any, Any]:
             return _cut.take(batch, *_cut.bounds(index, pieces, rows)), rows

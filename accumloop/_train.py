@@ -105,6 +105,7 @@ def train(
     if _exceeds("steps_per_epoch", steps_per_epoch, limit := keras.config.max_steps_per_epoch()):
         steps_per_epoch = limit
     batches = _data.Epochs(ds, steps_per_epoch, model.steps_per_execution)
+    pieces = tf.constant(accum, tf.int64)  # A Python int would be traced for each value.
     step = _prepared_step(model, ds.element_spec, batches.peek(), accum)
 
     callbacks = _report.callback_list(
@@ -120,7 +121,7 @@ def train(
             callbacks.on_epoch_begin(epoch)
             for execution in batches.epoch():
                 callbacks.on_train_batch_begin(execution.begin_step)
-                logs = step(execution.first, execution.iterator, accum)
+                logs = step(execution.first, execution.iterator, pieces)
                 callbacks.on_train_batch_end(execution.end_step, logs)
                 del execution  # Its batch must not wait in memory for the next one.
                 if model.stop_training:
