@@ -58,7 +58,7 @@ def add(total: list[Any], parts: list[Any], index: Any) -> list[Any]:
 
 
 def value(total: list[Any], parts: list[Any]) -> list[Any]:
-    """Return the sums, in the dtypes and kinds of `parts`."""
+    """Return the sums, in the dtypes and kinds of `parts`, whose slices are those of a graph."""
     return [_value(*pair) for pair in zip(total, parts, strict=True)]
 
 
@@ -109,7 +109,7 @@ def _each_row_once(indices: Any) -> bool:
     whole batch it would have one slice a row, so rows of different micro-batches are summed too.
 
     Raises:
-        NotImplementedError: If a table is looked up in both ways.
+        NotImplementedError: If a table is looked up in both ways, or out of sight.
     """
     sources = _sources(indices)
     if "Unique" in sources and len(sources) > 1:
@@ -117,17 +117,30 @@ def _each_row_once(indices: Any) -> bool:
             "A table that is looked up both by dense ids and by a `tf.SparseTensor` is not "
             "supported with accum > 1. Use two tables, or one kind of lookup."
         )
+    hidden = sources & _CALLS
+    if hidden:
+        raise NotImplementedError(
+            "A table that is looked up inside a `tf.function` or control flow of its own is not "
+            "supported with accum > 1: whether the lookup sums repeated rows cannot be seen. "
+            f"Look it up outside, or use accum=1. Received: indices from {sorted(hidden)}"
+        )
     return sources == {"Unique"}
+
+
+_CALLS = {
+    *("PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile"),
+    *("Case", "StatelessCase"),
+}
 
 
 def _sources(tensor: Any) -> set[str]:
     """Return the types of the ops where indices come from, behind reshapes, casts and joins."""
     passing = {"Identity", "Reshape", "Cast", "ConcatV2", "StopGradient"}
-    if tf.is_symbolic_tensor(tensor) and tensor.op.type in passing:
-        inputs = tensor.op.inputs
-        joined = inputs[:-1] if tensor.op.type == "ConcatV2" else inputs[:1]
-        return set().union(*(_sources(source) for source in joined))
-    return {tensor.op.type} if tf.is_symbolic_tensor(tensor) else set()
+    if tensor.op.type not in passing:
+        return {tensor.op.type}
+    inputs = tensor.op.inputs
+    joined = inputs[:-1] if tensor.op.type == "ConcatV2" else inputs[:1]
+    return set().union(*(_sources(source) for source in joined))
 
 
 def _sum_repeated_rows(values: Any, indices: Any) -> tuple[Any, Any]:

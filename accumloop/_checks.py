@@ -1,8 +1,9 @@
-"""Every refusal, with its message. All of them before anything is built or changed."""
+"""Refusals with their messages, of what can be told before anything is built or changed."""
 
 from __future__ import annotations
 
 import numbers
+import types
 from typing import Any
 
 import keras
@@ -49,6 +50,11 @@ def model(value: Any) -> None:
             "Create it without `gradient_accumulation_steps`: here a batch of the dataset is one "
             f"update. Received: gradient_accumulation_steps={steps!r}"
         )
+    if _is_own(value, "make_train_function"):
+        raise NotImplementedError(
+            "A model with its own `make_train_function` is not supported: accumloop makes the "
+            f"function that trains. Received: {type(value).__name__}.make_train_function"
+        )
     strategy = value.distribute_strategy
     if tf.distribute.has_strategy() or strategy is not tf.distribute.get_strategy():
         raise NotImplementedError(
@@ -75,11 +81,7 @@ def dataset(value: Any) -> None:
     specs = [leaf for leaf in tf.nest.flatten(value.element_spec) if hasattr(leaf, "shape")]
     shapes = [tf.TensorShape(leaf.shape) for leaf in specs]
     if any(shape.rank == 0 for shape in shapes):
-        raise ValueError(
-            "`ds` must give batches, and gives single examples: one of its tensors is a scalar. "
-            "Call `ds = ds.batch(batch_size)` first. "
-            f"Received: ds.element_spec={value.element_spec}"
-        )
+        raise _unbatched(value.element_spec)
     known = {shape[0] for shape in shapes if shape.rank is not None and shape[0] is not None}
     if len(known) > 1:
         raise _disagreement(sorted(known), value.element_spec)
@@ -87,9 +89,20 @@ def dataset(value: Any) -> None:
 
 def first_batch(batch: Any, element_spec: Any) -> None:
     """Refuse a dataset whose first batch has leaves that disagree in rows."""
-    known = {int(_cut.rows_of(leaf)) for leaf in _cut.leaves(batch)}
+    leaves = _cut.leaves(batch)
+    if any(leaf.shape.rank == 0 for leaf in leaves):
+        raise _unbatched(element_spec)
+    known = {int(_cut.rows_of(leaf)) for leaf in leaves}
     if len(known) > 1:
         raise _disagreement(sorted(known), element_spec)
+
+
+def _unbatched(element_spec: Any) -> ValueError:
+    return ValueError(
+        "`ds` must give batches, and gives single examples: one of its tensors is a scalar. "
+        "Call `ds = ds.batch(batch_size)` first. "
+        f"Received: ds.element_spec={element_spec}"
+    )
 
 
 def _disagreement(rows: list[int], element_spec: Any) -> ValueError:
@@ -153,26 +166,47 @@ def class_weight(value: Any, element_spec: Any) -> None:
     """Refuse class weights where `fit` does: with sample weights, or with nested labels."""
     if value is None:
         return
-    if not isinstance(value, dict) or not value:
+    if not isinstance(value, dict) or not value or not all(_is_class_id(key) for key in value):
         raise ValueError(
-            "`class_weight` must be a dict from integer class ids to weights. "
+            "`class_weight` must be a dict from class ids, ints >= 0, to weights. "
             f"Received: class_weight={value!r}"
         )
     _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(element_spec)
     if sample_weight is not None:
-        raise ValueError("You cannot use `class_weight` and `sample_weight` at the same time.")
+        raise ValueError(
+            "`class_weight` and sample weights cannot be used at the same time. Multiply them in "
+            f"`ds`, or leave out one. Received: class_weight={value!r}, sample weights of "
+            f"{sample_weight}"
+        )
     if y is None or keras.tree.is_nested(y):
-        raise ValueError("`class_weight` is only supported for Models with a single output.")
+        raise ValueError(
+            "`class_weight` is only supported for models with a single output. With several, give "
+            f"`ds` sample weights for each. Received: class_weight={value!r}, labels of {y}"
+        )
+
+
+def validation(value: Any) -> None:
+    """Refuse a generator: each epoch would see other batches of it."""
+    if isinstance(value, types.GeneratorType):
+        raise TypeError(
+            "`validation_data` must be a dataset or a tuple of arrays. From a generator: "
+            f"`tf.data.Dataset.from_generator`. Received: validation_data={value!r}"
+        )
+
+
+def _is_class_id(key: Any) -> bool:
+    return isinstance(key, numbers.Integral) and int(key) >= 0
 
 
 def own_methods(model: keras.Model) -> list[str]:
     """Return the names of the training methods of Keras that a model overrides."""
     names = ("train_step", "compute_loss", "compute_metrics")
-    return [
-        name
-        for name in names
-        if getattr(getattr(model, name), "__func__", None) is not getattr(keras.Model, name)
-    ]
+    return [name for name in names if _is_own(model, name)]
+
+
+def _is_own(model: keras.Model, name: str) -> bool:
+    method = getattr(getattr(model, name), "__func__", None)
+    return method is not getattr(keras.Model, name)
 
 
 def cut_exactly(model: keras.Model) -> None:
@@ -183,6 +217,13 @@ def cut_exactly(model: keras.Model) -> None:
             f"A model with its own `{own[0]}` is not supported with accum > 1 yet. Use accum=1. "
             f"Received: {type(model).__name__}.{own[0]}"
         )
+    for variable in model.trainable_variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise NotImplementedError(
+                "A variable whose gradient is its next value, as float8 quantization has them, is "
+                "not supported with accum > 1: such gradients do not add up. Use accum=1. "
+                f"Received: variable '{variable.path}'"
+            )
     for layer in _keras.flatten_layers(model):
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
             raise NotImplementedError(

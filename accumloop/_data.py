@@ -15,7 +15,7 @@ class Execution(NamedTuple):
 
     begin_step: int
     end_step: int
-    first: Any  # tf.experimental.Optional of the first batch
+    first: Any  # tf.experimental.Optional of the first batch, empty if it is not read yet
     iterator: Any  # for the batches after it
 
 
@@ -24,8 +24,9 @@ class Epochs:
 
     Makes iterators when `fit` does, also those that `fit` never reads: a seeded shuffle that
     reshuffles each iteration gives its n-th order to the n-th iterator. With `steps_per_epoch`
-    one iterator goes on across epochs. A batch is fetched before the events of its step are
-    told, so that the end of a dataset of unknown length is seen before a step begins.
+    one iterator goes on across epochs. Of a dataset of unknown length a batch is read before the
+    events of its step are told, so that the end is seen before a step begins; else it is left to
+    the step, which reads it in its graph.
 
     Args:
         ds: A batched `tf.data.Dataset`.
@@ -41,6 +42,9 @@ class Epochs:
         self._steps_per_execution = steps_per_execution
         cardinality = int(ds.cardinality())
         self._length = cardinality if cardinality > 0 else None
+        # No length, but no end either: the step can read it unseen.
+        self._known = cardinality > 0 or cardinality == tf.data.INFINITE_CARDINALITY
+        self._unread = tf.experimental.Optional.empty(ds.element_spec)
         self._iterator: Any = None
         self._peeked: Any = None
         self._seen = 0
@@ -64,9 +68,9 @@ class Epochs:
             if self._at_end():
                 _warn_out_of_data()
                 break
-            if self._peeked is None:
+            if self._peeked is None and not self._known:
                 self._peeked = self._iterator.get_next_as_optional()
-            if not self._peeked.has_value():
+            if self._peeked is not None and not self._peeked.has_value():
                 self._end_of_data()
                 return
             self._seen += self._steps_per_execution
@@ -86,7 +90,12 @@ class Epochs:
     def _pop(self, step: int) -> Execution:
         # No name here outlives the call: a batch that has been used must not wait in memory.
         first, self._peeked = self._peeked, None
-        return Execution(step, step + self._steps_per_execution - 1, first, self._iterator)
+        return Execution(
+            step,
+            step + self._steps_per_execution - 1,
+            self._unread if first is None else first,
+            self._iterator,
+        )
 
     def _renew(self) -> None:
         self._seen = 0

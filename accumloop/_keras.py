@@ -1,7 +1,7 @@
-"""The private names of Keras that accumloop needs, each with the reason, and nowhere else.
+"""What differs between versions of Keras: its private names that accumloop needs, nowhere else.
 
-Keras offers no public way to these four. `tests/test_keras.py` says in words which one a
-version of Keras lacks.
+Keras offers no public way to them. `tests/test_keras.py` says in words which one a version of
+Keras lacks.
 """
 
 from __future__ import annotations
@@ -34,3 +34,9 @@ def restored_epoch(model: keras.Model) -> int | None:
 def forget_restored_epoch(model: keras.Model) -> None:
     """Clear that epoch: Keras never does, and the next `fit` would skip as many epochs again."""
     model._initial_epoch = None
+
+
+def debugging_limit(name: str) -> int | None:
+    """Return `keras.config.max_epochs()` or `max_steps_per_epoch()`: Keras 3.8 has neither."""
+    limit = getattr(keras.config, name, None)
+    return limit() if limit else None

@@ -1,142 +1,200 @@
 """Before training: build what is not built, and ask a few rows whether cutting is exact.
 
 Cutting a batch is exact if its loss is the sum of its micro-batches' weighted losses. That
-cannot be read off a loss function, but it can be tried: a few rows of the first batch, as
-one batch and as two micro-batches. This finds losses that couple rows (contrastive, soft F1), terms
-of `add_loss` that are sums over rows, and models whose rows depend on one another. Nothing of
-the model changes: all of it runs in a `keras.StatelessScope`.
+cannot be read off a loss function, but it can be tried: a few rows of the first batch, as one
+batch and as two micro-batches. This finds losses that couple rows (contrastive, soft F1), terms
+of `add_loss` that are sums over rows, models whose rows depend on one another, and metrics that
+are no sums over rows. It runs in a `keras.StatelessScope`, so that no Keras variable changes.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from accumloop import _checks, _cut, _keras, _step
+from accumloop import _checks, _cut, _keras, _report, _step
 
-_ROWS = 3
+_LEAST_ROWS, _MOST_ROWS = 3, 32
 # Far above rounding, which differs between batch sizes, and far below what coupled rows do.
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-3}
 _LOW_PRECISION_TOLERANCE = 0.1
 
 
 class _Trial(NamedTuple):
-    """The loss of a few rows: of the model's outputs, and added by its layers."""
+    """What a batch of a few rows gives, cut into micro-batches."""
 
-    of_outputs: float
-    added: float
-    random: bool  # whether computing it moved a seed
+    of_outputs: list[float]  # the loss of the model's outputs, of each micro-batch
+    added: list[float]  # the losses that its layers add
+    metrics: dict[str, list[float]]  # the results after all of them
+    random: bool  # whether a seed moved
+    moved: list[str]  # the paths of the weights that the forward passes moved
 
 
-def build(model: keras.Model, batch: Any) -> None:
-    """Create the variables of model, metrics and optimizer, as they are when `fit` has begun.
+def build(model: keras.Model, element_spec: Any, batch: Any, accum: int) -> None:
+    """Create the variables of model and optimizer, which callbacks need in `on_train_begin`.
 
-    Callbacks need them in `on_train_begin`. A model with its own `train_step` is left to build
-    itself in its first step, as under `fit`: what it calls its layers with is its own business.
+    By a trace, as the first step of `fit` does, and without running anything. Metrics are built
+    in the step. A model with its own `train_step` is left to build itself in its first step: what
+    it calls its layers with is its own business. So is one that runs eagerly, and may not be
+    traced; only to be cut it is run on a few rows.
     """
     if _checks.own_methods(model):
         return
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(_few(batch))
     if not all(layer.built for layer in [model, *_keras.flatten_layers(model)]):
-        # Variables that are created in the scope get their initial values when it ends.
-        with keras.StatelessScope():
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
+        if not model.run_eagerly:
+            call = tf.autograph.experimental.do_not_convert(_step.training_call(model))
+            # What has no shape is missing: a None, or an Optional in its place.
+            x = tf.nest.map_structure(lambda spec: spec if hasattr(spec, "shape") else None, x)
+            tf.function(call).get_concrete_function(x)
+        elif accum > 1:
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(_few(batch, accum))
             model(x)
-    with keras.StatelessScope(_state(model), collect_losses=True):
-        y_pred = model(x)
-        model.compute_loss(x, y, y_pred, sample_weight)
-        model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        else:
+            return
     if not model.optimizer.built:
         # In the scope in which its first update would have built it: paths are those of fit.
         with keras.name_scope(model.optimizer.name, caller=model.optimizer):
             model.optimizer.build(model.trainable_variables)
 
 
-def refuse_inexact(model: keras.Model, batch: Any) -> None:
-    """Raise if the micro-batches of `batch` would not add up to it.
+def refuse_inexact(model: keras.Model, batch: Any, accum: int) -> None:
+    """Raise if the micro-batches of `batch` would not add up to it, warn if its metrics do not.
 
     Raises:
         NotImplementedError: If the loss of a few rows is not the sum of its parts.
     """
-    few = _few(batch)
+    few = _few(batch, accum)
     rows = int(_cut.rows(few))
-    whole = _try(model, few, rows)
-    _warn_of_moving_state(model, few)
+    whole = _try(model, few, [(0, rows)], training=True)
+    _warn_of(
+        whole.moved,
+        "Each forward pass in training updates {}. With accum > 1 that is once a micro-batch, and "
+        "not once a batch as in `model.fit`.",
+    )
     if rows < 2:
         return
-    parts = [_try(model, _cut.take(few, *bounds), rows) for bounds in ((0, 1), (1, rows))]
-    again = _try(model, few, rows)
-    if whole.random or whole != again:
-        return  # Random even outside training: its losses tell nothing.
-    tolerance = _tolerance(model)
+    training = not whole.random  # Dropout: its draws differ. At inference there may be none.
+    whole = whole if training else _try(model, few, [(0, rows)], training=False)
+    again = _try(model, few, [(0, rows)], training=training)
+    close = _Close(model)
+    if whole.random or not close.all(whole, again):
+        return  # Random even at inference: it tells nothing.
+    middle = max(1, rows // 3)  # Unequal parts: a mean of means is seen.
+    parts = _try(model, few, [(0, middle), (middle, rows)], training=training)
     for name, what in (
         ("of_outputs", f"the loss {model.loss!r} of a batch"),
         ("added", "a loss that layers add (`add_loss`)"),
     ):
-        total, pieces = getattr(whole, name), [getattr(part, name) for part in parts]
-        scale = max(abs(total), sum(map(abs, pieces)))
-        if math.isfinite(scale) and abs(total - sum(pieces)) > tolerance * scale:
+        total, pieces = getattr(whole, name), getattr(parts, name)
+        if not close.sums(total, pieces):
             raise NotImplementedError(
                 f"With accum > 1, {what} must be a mean over its rows, and it is not: each row's "
-                "part depends on the other rows, or the loss is their sum. For a sum, use "
-                'a `keras.losses.Loss` with reduction="sum"; else use accum=1. '
-                f"Received: {total:.6g} on {rows} rows of the first batch, against "
+                "part depends on the other rows, or the loss is their sum. For a sum, return one "
+                "value for each row from a `keras.losses.Loss` with "
+                'reduction="sum"; else use accum=1. '
+                f"Received: {sum(total):.6g} on {rows} rows of the first batch, against "
                 f"{sum(pieces):.6g} for the same rows in two micro-batches"
             )
+    _warn_of(
+        [
+            name
+            for name in again.metrics  # The first trial has built some on the way.
+            if not close.equal(again.metrics[name], parts.metrics[name])
+        ],
+        "The metrics {} of a batch are not those of its micro-batches together: what they report "
+        "with accum > 1 is not what `model.fit` reports. A metric that counts rows, such as "
+        "a `keras.metrics.Metric` with sums as its state, does not depend on how a batch is cut.",
+    )
 
 
-def _try(model: keras.Model, few: Any, batch_rows: int) -> _Trial:
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(few)
-    with keras.StatelessScope(_state(model), collect_losses=True) as scope:
+def _try(model: keras.Model, few: Any, cuts: list[tuple[int, int]], *, training: bool) -> _Trial:
+    state = [*model.variables, *model.metrics_variables]
+    call = _step.training_call(model) if training else model
+    batch_rows = int(_cut.rows(few))
+    of_outputs, added = [], []
+    with keras.StatelessScope(
+        [(variable, tf.convert_to_tensor(variable.value)) for variable in state],
+        collect_losses=True,
+    ) as scope:
         before = dict(scope.state_mapping)
-        y_pred = model(x)
-        loss, _ = _step.weighted_loss(model, x, y, y_pred, sample_weight, batch_rows)
-        added = sum(float(tf.reduce_sum(term)) for term in model.losses)
-        random = any(
-            before.get(variable) is not value for variable, value in scope.state_mapping.items()
-        )
-    added *= int(_cut.rows(few)) / batch_rows
-    return _Trial(float(tf.reduce_sum(loss)) - added, added, random)
+        model.reset_metrics()
+        for cut in cuts:
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(_cut.take(few, *cut))
+            with _report.recorded_updates(model.metrics, by_rows=False) as updates:
+                y_pred = call(x)
+            loss, _ = _step.weighted_loss(model, x, y, y_pred, sample_weight, batch_rows)
+            share = (cut[1] - cut[0]) / batch_rows
+            added.append(share * sum(float(tf.reduce_sum(term)) for term in model.losses))
+            of_outputs.append(float(tf.reduce_sum(loss)) - added[-1])
+            model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+            # Of equal weights, as updates by rows are over micro-batches of a batch.
+            for tracker, value in updates:
+                tracker.metric.update_state(value, sample_weight=share)
+        metrics = {
+            name: [float(value) for value in tf.reshape(result, [-1])]
+            for name, result in _flat_results(model.get_metrics_result())
+        }
+        changed = {
+            key for key, value in scope.state_mapping.items() if before.get(key) is not value
+        }
+    weights = {id(variable): variable.path for variable in model.non_trainable_weights}
+    seeds = changed - {id(variable) for variable in [*model.weights, *model.metrics_variables]}
+    moved = [path for key, path in weights.items() if key in changed]
+    return _Trial(of_outputs, added, metrics, bool(seeds), moved)
 
 
-def _warn_of_moving_state(model: keras.Model, few: Any) -> None:
-    """Warn of variables that each forward pass moves: they will move once a micro-batch."""
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(few)
-    with keras.StatelessScope(_state(model)) as scope:
-        before = dict(scope.state_mapping)
-        _step.training_call(model)(x)
-        moved = [
-            variable.path
-            for variable in model.non_trainable_weights
-            if scope.get_current_value(variable) is not before[id(variable)]
-        ]
-    if moved:
-        warnings.warn(
-            f"Each forward pass in training updates {moved}. With accum > 1 that is once a "
-            "micro-batch, and not once a batch as in `model.fit`.",
-            stacklevel=2,
-        )
+def _flat_results(results: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+    for name, result in results.items():
+        if isinstance(result, dict):
+            yield from _flat_results(result)
+        else:
+            yield name, result
 
 
-def _state(model: keras.Model) -> list[tuple[keras.Variable, Any]]:
-    return [(variable, tf.convert_to_tensor(variable.value)) for variable in model.variables]
+class _Close:
+    """Whether numbers are equal up to the rounding of a model's computations."""
+
+    def __init__(self, model: keras.Model) -> None:
+        layers = [model, *_keras.flatten_layers(model)]
+        dtypes = {keras.backend.standardize_dtype(layer.compute_dtype) for layer in layers}
+        self._tolerance = max(_TOLERANCE.get(d, _LOW_PRECISION_TOLERANCE) for d in dtypes)
+
+    def sums(self, values: list[float], others: list[float]) -> bool:
+        total, other = sum(values), sum(others)
+        if not math.isfinite(total) or not math.isfinite(other):
+            return not math.isfinite(total)  # A batch without a loss tells nothing.
+        scale = max(sum(map(abs, values)), sum(map(abs, others)))
+        return abs(total - other) <= self._tolerance * scale
+
+    def equal(self, values: list[float], others: list[float]) -> bool:
+        pairs = zip(values, others, strict=True)
+        return all(self.sums([value], [other]) for value, other in pairs)
+
+    def all(self, trial: _Trial, other: _Trial) -> bool:
+        return self.sums(trial.of_outputs, other.of_outputs) and self.sums(trial.added, other.added)
 
 
-def _few(batch: Any) -> Any:
-    """Return the first three rows; of a ragged batch, two neighbours of different lengths."""
+def _warn_of(names: list[str], message: str) -> None:
+    if names:
+        warnings.warn(message.format(names), stacklevel=5)
+
+
+def _few(batch: Any, accum: int) -> Any:
+    """Return the first rows, at most a micro-batch: that many fit in memory, but at least three.
+
+    Of a ragged batch, return two neighbours of different lengths.
+    """
     for leaf in _cut.leaves(batch):
         if isinstance(leaf, tf.RaggedTensor):
             lengths = leaf.row_lengths().numpy()
             changes = (lengths[1:] != lengths[:-1]).nonzero()[0]
             if changes.size:
                 return _cut.take(batch, int(changes[0]), int(changes[0]) + 2)
-    return _cut.take(batch, 0, min(_ROWS, int(_cut.rows(batch))))
-
-
-def _tolerance(model: keras.Model) -> float:
-    layers = [model, *_keras.flatten_layers(model)]
-    dtypes = {keras.backend.standardize_dtype(layer.compute_dtype) for layer in layers}
-    return max(_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE) for dtype in dtypes)
+    rows = int(_cut.rows(batch))
+    return _cut.take(batch, 0, min(rows, max(_LEAST_ROWS, min(rows // accum, _MOST_ROWS))))

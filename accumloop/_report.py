@@ -73,15 +73,18 @@ def recorded_updates(
 
         return record
 
-    means = [metric for metric in metrics if type(metric) is keras.metrics.Mean]
-    # In the instance's dict, past the tracking of Keras' attribute assignment.
-    for metric in means:
-        vars(metric)["update_state"] = recorder(metric)
+    # In the instance's dict, past the tracking of Keras' attribute assignment. One that a user
+    # has put there is left alone, and so is a metric that is listed twice.
+    shadowed: list[keras.metrics.Metric] = []
+    for metric in metrics:
+        if type(metric) is keras.metrics.Mean and "update_state" not in vars(metric):
+            vars(metric)["update_state"] = recorder(metric)
+            shadowed.append(metric)
     try:
         yield updates
     finally:
-        for metric in means:
-            vars(metric).pop("update_state", None)
+        for metric in shadowed:
+            del vars(metric)["update_state"]
 
 
 def callback_list(

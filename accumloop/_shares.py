@@ -35,8 +35,10 @@ _lock = threading.RLock()
 
 def of_rows(rows: Any, batch_rows: Any, dtype: Any) -> Any:
     """Return the share of a micro-batch by its rows (int64 scalars), a scalar of `dtype`."""
-    # Divided in float64, so that a loss in half precision has no rounded numbers of rows.
-    return tf.cast(tf.cast(rows, tf.float64) / tf.cast(batch_rows, tf.float64), dtype)
+    # Divided in float64, so that a loss in half precision has no rounded numbers of rows. A batch
+    # without rows is one micro-batch: its regularizers count.
+    rows, batch_rows = (tf.cast(tf.maximum(count, 1), tf.float64) for count in (rows, batch_rows))
+    return tf.cast(rows / batch_rows, dtype)
 
 
 @contextlib.contextmanager
@@ -69,9 +71,15 @@ def losses_by_share(rows: Any, batch_rows: Any, *, ragged: bool) -> Iterator[Non
                 inside = False
             values = recorded[-1] if recorded else result
             _refuse_unknown_share(loss, y_pred, values, sample_weight, ragged)
-            if loss.reduction in _MEANS or _is_reduced(values):
+            if _is_reduced(values):
                 return result
-            return result / of_rows(rows, batch_rows, result.dtype)
+            with tf.control_dependencies(_checks_of_rows(loss, values, rows)):
+                result = tf.identity(result)
+            return (
+                result
+                if loss.reduction in _MEANS
+                else result / of_rows(rows, batch_rows, result.dtype)
+            )
 
         keras.losses.Loss.__call__ = call
         try:
@@ -106,6 +114,20 @@ def _is_reduced(values: Any) -> bool:
     return keras.ops.ndim(values) == 0
 
 
+def _checks_of_rows(loss: Any, values: Any, rows: Any) -> list[Any]:
+    """Return a check that each row has its values, unless the loss is known to be so."""
+    function = getattr(loss, "fn", type(loss))
+    if function.__module__.startswith("keras.") or loss.reduction not in _MEANS:
+        return []
+    check = tf.debugging.assert_equal(
+        tf.shape(values, out_type=tf.int64)[0],
+        rows,
+        message=f"The loss '{loss.name}' must return values for each row of a batch: its mean is "
+        "over rows. To leave out some of them, give them a sample weight of 0, or use accum=1.",
+    )
+    return [] if check is None else [check]
+
+
 def _refuse_unknown_share(
     loss: Any, y_pred: Any, values: Any, sample_weight: Any, ragged: bool
 ) -> None:
@@ -113,11 +135,12 @@ def _refuse_unknown_share(
         return
     masked = _keras.mask_of(y_pred) is not None or _keras.mask_of(values) is not None
     weighted = loss.reduction == "mean_with_sample_weight" and sample_weight is not None
+    weighted |= _is_reduced(values) and sample_weight is not None
     varying = ragged and any(size is None for size in values.shape[1:])
     if masked:
         what = "the mean is over unmasked values"
     elif weighted:
-        what = "the mean is over sample weights"
+        what = "sample weights enter its divisor, or weigh what is a mean already"
     elif varying:
         what = "rows of a ragged batch may have different numbers of loss values"
     else:

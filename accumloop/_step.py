@@ -53,12 +53,12 @@ def make_step(model: keras.Model, accumulating: bool) -> Step:
     """Return `step(first, iterator, accum) -> logs`: the updates of one execution.
 
     ```
-    update(first)
+    update(first or next(iterator))
     repeat steps_per_execution - 1 times, while there is data:  update(next(iterator))
     return the model's metrics
     ```
 
-    `first` is a `tf.experimental.Optional` of a batch, `iterator` gives the batches after it,
+    `first` is a `tf.experimental.Optional` of a batch that was read before, or an empty one.
     `accum` is an int64 scalar tensor, so that another `accum` needs no other trace.
     Everything is traced at the first call: once, whatever the number of micro-batches, their
     sizes, and the size of the batches.
@@ -67,6 +67,7 @@ def make_step(model: keras.Model, accumulating: bool) -> Step:
 
     @tf.autograph.experimental.do_not_convert
     def step(first: Any, iterator: Any, accum: Any) -> Logs:
+        first = tf.cond(first.has_value(), lambda: first, iterator.get_next_as_optional)
         logs = update(first.get_value(), accum)
         if model.steps_per_execution == 1:
             return logs
@@ -117,7 +118,7 @@ def _accumulated_update(model: keras.Model) -> Callable[..., Logs]:
     def update(batch: Any, accum: Any) -> Logs:
         batch = _cut.without_optionals(batch)
         rows = _cut.rows(batch)
-        pieces = tf.minimum(accum, rows)
+        pieces = tf.maximum(tf.minimum(accum, rows), 1)
 
         def arguments(index: Any) -> tuple[Any, Any]:
             return _cut.take(batch, *_cut.bounds(index, pieces, rows)), rows
@@ -217,7 +218,22 @@ def _sum_eagerly(micro_step: Any, arguments: Callable[[Any], Any], pieces: Any) 
     for index in range(1, int(pieces)):
         parts = micro_step(*arguments(index))
         total = _accumulator.add(total, _present(parts), index)
-    return _packed(parts, _accumulator.value(total, _present(parts)))
+    return _packed(parts, _accumulator.value(total, _kinds(micro_step, arguments, parts)))
+
+
+def _kinds(micro_step: Any, arguments: Callable[[Any], Any], parts: _Parts) -> list[Any]:
+    """Return the parts, traced if there are slices: only a graph tells where they come from."""
+    if not any(isinstance(part, tf.IndexedSlices) for part in _present(parts)):
+        return _present(parts)
+    trace = tf.function(tf.autograph.experimental.do_not_convert(micro_step))
+    try:
+        return _present(trace.get_concrete_function(*arguments(0)).structured_outputs)
+    except Exception as error:  # Whatever a model that is meant to run eagerly raises in a graph.
+        raise NotImplementedError(
+            "With accum > 1 and `run_eagerly=True`, a model that looks up rows of a table must be "
+            "one that can be traced, to see how it does. Compile with run_eagerly=False, or use "
+            "accum=1."
+        ) from error
 
 
 def _present(parts: _Parts) -> list[Any]:

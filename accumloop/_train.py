@@ -95,23 +95,27 @@ def train(
         verbose=verbose,
     )
     _checks.class_weight(class_weight, ds.element_spec)
+    _checks.validation(validation_data)
     if accum > 1:
         _checks.cut_exactly(model)
 
     if class_weight is not None:
         ds = _data.with_class_weight(ds, class_weight)
-    if _exceeds("epochs", epochs, limit := keras.config.max_epochs()):
-        epochs = limit
-    if _exceeds("steps_per_epoch", steps_per_epoch, limit := keras.config.max_steps_per_epoch()):
-        steps_per_epoch = limit
+    epochs = _limited("epochs", epochs, _keras.debugging_limit("max_epochs"))
+    steps_per_epoch = _limited(
+        "steps_per_epoch", steps_per_epoch, _keras.debugging_limit("max_steps_per_epoch")
+    )
     batches = _data.Epochs(ds, steps_per_epoch, model.steps_per_execution)
-    pieces = tf.constant(accum, tf.int64)  # A Python int would be traced for each value.
+    pieces = tf.constant(
+        min(accum, tf.int64.max), tf.int64
+    )  # A Python int would be traced for each value.
     step = _prepared_step(model, ds.element_spec, batches.peek(), accum)
 
     callbacks = _report.callback_list(
         model, callbacks, verbose=verbose, epochs=epochs, steps=batches.steps
     )
     model.stop_training = False
+    _keras.forget_restored_epoch(model)  # Of a `fit` before: this run has its own backup or none.
     try:
         callbacks.on_train_begin()
         logs: _report.Logs = {}
@@ -136,7 +140,7 @@ def train(
             if model.stop_training:
                 break
 
-        if epochs > 0:
+        if epochs > 0 and isinstance(model.optimizer, keras.optimizers.Optimizer):
             # Writes the averages of an optimizer with EMA into the weights.
             model.optimizer.finalize_variable_values(model.trainable_weights)
         callbacks.on_train_end(epoch_logs)
@@ -147,28 +151,29 @@ def train(
 
 def _prepared_step(model: keras.Model, element_spec: Any, batch: Any, accum: int) -> _step.Step:
     """Return the step of a model that is built, for batches that are known to be cut exactly."""
-    if batch is not None:
-        batch = _cut.without_optionals(batch)
-        _checks.first_batch(batch, element_spec)
     steps = _step.steps_of(model)
     key = (accum > 1, model.run_eagerly, model.jit_compile, model.steps_per_execution)
     prepared = (*key, str(element_spec))
-    if prepared not in steps.prepared and batch is not None:
-        _prepare.build(model, batch)
-        if accum > 1:
-            _prepare.refuse_inexact(model, batch)
-        steps.prepared.add(prepared)
+    if batch is not None:
+        batch = _cut.without_optionals(batch)
+        _checks.first_batch(batch, element_spec)
+        if prepared not in steps.prepared:
+            _prepare.build(model, element_spec, batch, accum)
+            if accum > 1:
+                _prepare.refuse_inexact(model, batch, accum)
+            if int(_cut.rows(batch)) > 1:  # One row tells nothing of the others: ask again.
+                steps.prepared.add(prepared)
     if key not in steps.made:
         steps.made[key] = _step.make_step(model, accumulating=accum > 1)
     return steps.made[key]
 
 
-def _exceeds(name: str, value: int | None, limit: int | None) -> bool:
-    """Tell, and warn, whether a run is over a limit that `keras.config` sets for debugging."""
+def _limited(name: str, value: Any, limit: int | None) -> Any:
+    """Return `value` under a limit that `keras.config` sets for debugging runs."""
     if not limit or (value is not None and value <= limit):
-        return False
+        return value
     warnings.warn(f"Limiting {name} to {limit}", stacklevel=3)
-    return True
+    return limit
 
 
 def _validates(epoch: int, validation_freq: int | list[int]) -> bool:

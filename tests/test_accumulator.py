@@ -39,7 +39,11 @@ def slices(index, rows=2):
 
 
 def test_slices_are_put_together_in_order():
-    (total,) = total_of([[slices(index, rows=1 + index)] for index in range(PIECES)])
+    @tf.function
+    def put_together():
+        return total_of([[slices(index, rows=1 + index)] for index in range(PIECES)])
+
+    (total,) = put_together()
     assert isinstance(total, tf.IndexedSlices)
     np.testing.assert_array_equal(total.indices, [0, 1, 2, 2, 3, 0])
     np.testing.assert_array_equal(total.values[:, 0], [0, 1, 1, 2, 2, 2])

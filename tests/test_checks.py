@@ -28,17 +28,22 @@ def ds():
     return batches(x, targets, size=10)
 
 
+def state_of(model):
+    optimizer = model.optimizer.variables if model.compiled and model.optimizer else []
+    return {v.path: keras.ops.convert_to_numpy(v) for v in [*model.variables, *optimizer]}
+
+
 def refuse(error, match, model=None, data=None, accum=2, **arguments):
-    """Assert that train raises, and leaves the model as it was."""
+    """Assert that train raises, and leaves all values as they were: it may have built a model."""
     model = make_model() if model is None else model
-    is_model = isinstance(model, keras.Model) and model.built
-    before = [np.array(w) for w in model.get_weights()] if is_model else None
+    is_model = isinstance(model, keras.Model)
+    before = state_of(model) if is_model else {}
     with pytest.raises(error, match=match):
         accumloop.train(model, ds() if data is None else data, accum, verbose=0, **arguments)
-    if is_model:
-        for old, new in zip(before, model.get_weights(), strict=True):
-            np.testing.assert_array_equal(old, new)
-        assert not model.compiled or int(model.optimizer.iterations) == 0
+    after = state_of(model) if is_model else {}
+    for path, value in before.items():
+        np.testing.assert_array_equal(after[path], value, err_msg=path)
+    assert not is_model or not model.compiled or int(model.optimizer.iterations) == 0
 
 
 @pytest.mark.parametrize(
@@ -173,6 +178,8 @@ def test_an_empty_dataset_warns_as_fit_does(empty, accum):
         ({"callbacks": "tensorboard"}, TypeError, "`callbacks` must be"),
         ({"class_weight": {}}, ValueError, "`class_weight` must be a dict"),
         ({"class_weight": [1.0, 2.0]}, ValueError, "`class_weight` must be a dict"),
+        ({"class_weight": {"a": 1.0}}, ValueError, "from class ids, ints >= 0"),
+        ({"class_weight": {-1: 1.0}}, ValueError, "from class ids, ints >= 0"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -188,13 +195,13 @@ def test_verbose(verbose):
 
 def test_class_weight_with_sample_weight():
     weighted = batches(x, targets, weights, size=10)
-    refuse(ValueError, "at the same time", data=weighted, class_weight={0: 1.0})
+    refuse(ValueError, "cannot be used at the same time", data=weighted, class_weight={0: 1.0})
 
 
 def test_class_weight_with_nested_labels():
     nested = ds().map(lambda a, b: (a, {"a": b, "b": b}))
     refuse(
-        ValueError, "only supported for Models with a single", data=nested, class_weight={0: 1.0}
+        ValueError, "only supported for models with a single", data=nested, class_weight={0: 1.0}
     )
 
 
@@ -245,6 +252,21 @@ class Centred(L.Layer):
         return inputs - keras.ops.mean(inputs, axis=0, keepdims=True)
 
 
+class CentredInTraining(L.Layer):
+    def call(self, inputs, training=False):
+        return inputs - keras.ops.mean(inputs, axis=0, keepdims=True) if training else inputs
+
+
+class TracksItsInputs(L.Layer):
+    def __init__(self):
+        super().__init__()
+        self.mean = keras.metrics.Mean(name="mean_of_inputs")
+
+    def call(self, inputs):
+        self.mean.update_state(inputs)
+        return inputs
+
+
 class OwnStep(keras.Sequential):
     def train_step(self, data):
         return super().train_step(data)
@@ -282,6 +304,69 @@ def stateful():
     return model
 
 
+missing = np.where(np.arange(23)[:, None] % 4 == 1, -99.0, targets)
+tokens = np.random.default_rng(1).integers(1, 6, size=(23, 4))
+
+
+def mean_of_observed(y_true, y_pred):
+    observed = keras.ops.cast(keras.ops.not_equal(y_true, -99.0), y_pred.dtype)
+    return keras.ops.sum(keras.ops.square(y_true - y_pred) * observed) / keras.ops.sum(observed)
+
+
+class SummedLookup(L.Layer):
+    """Looks up each id of a row once, and counts it as often as it is there."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.look_up = tf.function(self.sums) if hidden else self.sums
+
+    def build(self, input_shape):
+        self.table = self.add_weight(shape=(6, 3), name="table")
+
+    def sums(self, ids):
+        sparse = tf.sparse.from_dense(tf.cast(ids, tf.int64))
+        return tf.nn.embedding_lookup_sparse(self.table.value, sparse, None, combiner="sum")
+
+    def call(self, ids):
+        summed = self.look_up(ids)
+        summed.set_shape([None, 3])
+        return summed
+
+
+def summed_lookup(*, hidden=False, **options):
+    model = keras.Sequential([keras.Input([4]), SummedLookup(hidden), L.Dense(2)])
+    model.compile(keras.optimizers.Adam(0.01), "mse", **options)
+    return model
+
+
+class OnlyEager(L.Layer):
+    def call(self, inputs):
+        if not isinstance(inputs, keras.KerasTensor) and tf.executing_eagerly():
+            return inputs * float(np.max(inputs.numpy()) > -np.inf)
+        if getattr(inputs, "graph", None) is not None and inputs.graph.name == "micro_step":
+            raise SpoiltError
+        return inputs
+
+
+def untraceable():
+    model = keras.Sequential(
+        [keras.Input([4]), L.Embedding(6, 3), L.Flatten(), OnlyEager(), L.Dense(2)]
+    )
+    model.compile("adam", "mse", run_eagerly=True)
+    return model
+
+
+class OwnFunction(keras.Sequential):
+    def make_train_function(self, force=False):
+        return super().make_train_function(force)
+
+
+def own_make_train_function():
+    model = OwnFunction([keras.Input([5]), L.Dense(2)])
+    model.compile("sgd", "mse")
+    return model
+
+
 class Padded(keras.Model):
     """A loss value for each position of a ragged batch that is padded to its longest row."""
 
@@ -310,7 +395,7 @@ INEXACT = {
     "weighted_mean": (
         lambda: make_model(loss=keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")),
         lambda: batches(x, targets, weights, size=10),
-        "the mean is over sample weights",
+        "sample weights enter its divisor",
     ),
     "ragged_values": (
         padded,
@@ -327,6 +412,51 @@ INEXACT = {
     "summed_in_a_function": (lambda: make_model(loss=summed), ds, "must be a mean over its rows"),
     "add_loss_of_a_sum": (lambda: with_layer(SumPenalty()), ds, r"layers add \(`add_loss`\)"),
     "rows_depend_on_rows": (lambda: with_layer(Centred()), ds, "must be a mean over its rows"),
+    "rows_depend_on_rows_in_training": (
+        lambda: with_layer(CentredInTraining()),
+        ds,
+        "must be a mean over its rows",
+    ),
+    "contrastive_beside_a_metric": (
+        lambda: with_layer(TracksItsInputs(), contrastive),
+        ds,
+        "must be a mean over its rows",
+    ),
+    "contrastive_with_dropout": (
+        lambda: with_layer(L.Dropout(0.5), contrastive),
+        ds,
+        "must be a mean over its rows",
+    ),
+    "eager_lookup_that_cannot_be_traced": (
+        untraceable,
+        lambda: batches(tokens, targets, size=10),
+        "must be one that can be traced",
+    ),
+    "hidden_lookup": (
+        lambda: summed_lookup(hidden=True),
+        lambda: batches(tokens, targets, size=10),
+        "looked up inside a `tf.function`",
+    ),
+    "mean_of_observed": (
+        lambda: make_model(loss=mean_of_observed),
+        lambda: batches(x, missing, size=10),
+        "must be a mean over its rows",
+    ),
+    "mean_of_observed_in_one_row": (
+        lambda: make_model(loss=mean_of_observed),
+        lambda: batches(x, np.where(np.arange(23)[:, None] == 0, -99.0, targets), size=10),
+        "must be a mean over its rows",
+    ),
+    "weights_of_a_mean": (
+        lambda: make_model(loss=lambda a, b: keras.ops.mean(keras.ops.square(a - b))),
+        lambda: batches(x, targets, np.ones(23), size=10),
+        "weigh what is a mean already",
+    ),
+    "own_make_train_function": (
+        own_make_train_function,
+        ds,
+        "its own `make_train_function` is not supported",
+    ),
     "batch_normalization": (
         lambda: with_layer(L.BatchNormalization()),
         ds,
@@ -341,6 +471,43 @@ INEXACT = {
 def test_what_would_train_something_else_is_refused(name):
     make, make_ds, match = INEXACT[name]
     refuse(NotImplementedError, match, make(), make_ds(), accum=3)
+
+
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}], ids=["graph", "eager"])
+def test_a_lookup_that_sums_is_exact(options):
+    results = []
+    for run in (
+        lambda model, data: model.fit(data, epochs=3, shuffle=False, verbose=0),
+        lambda model, data: accumloop.train(model, data, 3, epochs=3, verbose=0),
+    ):
+        keras.utils.set_random_seed(0)
+        model = summed_lookup(**options)
+        run(model, batches(tokens, targets, size=10))
+        results.append(model.get_weights())
+    for got, wanted in zip(*results, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-9)
+
+
+def test_a_loss_that_leaves_out_rows_is_seen_where_it_does():
+    """The first batch has no row to leave out."""
+
+    def observed(y_true, y_pred):
+        return tf.boolean_mask(keras.ops.square(y_true - y_pred), tf.not_equal(y_true, -99.0))
+
+    late = np.where(np.arange(23)[:, None] == 15, -99.0, targets)
+    model = make_model(loss=observed)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="must return values for each row"):
+        accumloop.train(model, batches(x, late, size=10), 2, verbose=0)
+
+
+def test_a_variable_that_its_gradient_overwrites_is_refused():
+    model = make_model()
+    model.layers[0].kernel.overwrite_with_gradient = True
+    refuse(NotImplementedError, "whose gradient is its next value", model)
+
+
+def test_a_generator_for_validation():
+    refuse(TypeError, "`validation_data` must be", validation_data=(i for i in [(x, targets)]))
 
 
 def test_a_masked_sum_has_no_divisor():
@@ -377,6 +544,45 @@ def test_a_layer_that_moves_state_in_each_pass_warns():
     with pytest.warns(UserWarning, match=r"Each forward pass in training updates \[.*n'\]"):
         accumloop.train(with_layer(layer), ds(), 3, verbose=0)
     assert float(layer.count) == 9.0  # batches of 10, 10 and 3 rows, in 3 micro-batches each
+
+
+def root_mean_square(y_true, y_pred):
+    return keras.ops.sqrt(keras.ops.mean(keras.ops.square(y_true - y_pred)))
+
+
+class TracksASum(L.Layer):
+    def __init__(self):
+        super().__init__()
+        self.mean = keras.metrics.Mean(name="mean_of_sums")
+
+    def call(self, inputs):
+        self.mean.update_state(keras.ops.sum(keras.ops.abs(inputs)))
+        return inputs
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: make_model(metrics=["mae", root_mean_square]), "root_mean_square"),
+        (lambda: with_layer(TracksASum()), "mean_of_sums"),
+    ],
+    ids=["function", "layer"],
+)
+def test_a_metric_that_depends_on_the_cut_warns(make, name):
+    with pytest.warns(UserWarning, match=rf"The metrics \['{name}'\] of a batch are not those"):
+        accumloop.train(make(), ds(), 3, verbose=0)
+
+
+def test_a_first_batch_of_one_row_is_not_taken_for_proof():
+    model = make_model(loss=contrastive)
+    accumloop.train(model, ds().unbatch().batch(1).take(2), 3, verbose=0)
+    with pytest.raises(NotImplementedError, match="must be a mean over its rows"):
+        accumloop.train(model, ds(), 3, verbose=0)
+
+
+def test_unbatched_of_unknown_rank():
+    unknown = tf.data.Dataset.from_generator(lambda: iter([1.0, 2.0]), output_types=tf.float64)
+    refuse(ValueError, r"ds = ds\.batch\(batch_size\)", data=unknown)
 
 
 @pytest.mark.parametrize("error", [SpoiltError, KeyboardInterrupt])

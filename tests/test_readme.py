@@ -22,7 +22,7 @@ def test_python_blocks_run():
     with tfds.testing.mock_data(num_examples=300):
         for block in blocks("python"):
             exec(block, names)
-    assert names["history"].epoch == [0, 1, 2][: len(names["history"].epoch)]
+    assert len(names["history"].epoch) in (1, 2, 3)
     assert set(names["history"].history) == {"loss", "accuracy", "val_loss", "val_accuracy"}
 
 

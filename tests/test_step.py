@@ -35,7 +35,13 @@ def make_model(*layers, **options):
     return model
 
 
-@pytest.mark.parametrize("accum", [1, 3, 64])
+# TensorFlow traces a function twice if it creates variables. Keras' step creates its metrics, the
+# build the weights (after a trace in which Keras infers shapes).
+STEP = {1: 2, 3: 1, 64: 1}
+BUILD = 3
+
+
+@pytest.mark.parametrize("accum", STEP)
 @pytest.mark.parametrize("built", [True, False])
 @pytest.mark.parametrize("options", [{}, {"steps_per_execution": 2}], ids=["one", "two"])
 def test_traces(accum, built, options):
@@ -43,15 +49,15 @@ def test_traces(accum, built, options):
     model = make_model(*([keras.Input([5])] if built else []), layer, **options)
     layer.traces = 0
     accumloop.train(model, ds(), accum, epochs=5, verbose=0)
-    assert layer.traces == 1 + (not built)
+    first = STEP[accum] + (0 if built else BUILD)
+    assert layer.traces == first
     accumloop.train(model, ds(), accum, epochs=5, verbose=0)
-    assert layer.traces == 1 + (not built), "a second call traces nothing again"
+    assert layer.traces == first, "a second call traces nothing again"
     accumloop.train(model, ds().take(1), accum + 7, epochs=1, verbose=0)
-    again = 1 + (not built) + (accum == 1)
-    assert layer.traces == again, "another accum traces only if the first one cut nothing"
+    assert layer.traces == first + (accum == 1), "another accum only if the first cut nothing"
     model.compile("sgd", "mse")
     accumloop.train(model, ds(), accum, verbose=0)
-    assert layer.traces == again + 1, "a recompile does"
+    assert layer.traces == first + (accum == 1) + 1, "a recompile does"
 
 
 def test_traces_of_xla():
@@ -118,7 +124,8 @@ def test_a_batch_is_not_kept_while_the_next_one_is_fetched(monkeypatch, accum):
             yield given.pop()
 
     monkeypatch.setattr(_data.Epochs, "epoch", spied)
-    accumloop.train(make_model(keras.Input([5])), ds(), accum, epochs=2, verbose=0)
+    unknown = ds().filter(lambda *_: True)  # Of others the step reads the batches itself.
+    accumloop.train(make_model(keras.Input([5])), unknown, accum, epochs=2, verbose=0)
     assert freed == [True] * 6
 
 
