@@ -53,13 +53,13 @@ def rows(batch: Any) -> Any:
         return tf.identity(count)
 
 
-def bounds(index: Any, pieces: Any, rows: Any) -> tuple[Any, Any]:
-    """Return the first row of a micro-batch and the first row after it.
+def edges(pieces: Any, rows: Any) -> Any:
+    """Return where each of `pieces` micro-batches starts, and where the last one ends.
 
-    `[index * rows // pieces, (index + 1) * rows // pieces)`: consecutive, none empty while
-    `pieces <= rows`, and their sizes differ by at most one.
+    `[index * rows // pieces for index in range(pieces + 1)]`, an int64 tensor: runs of consecutive
+    rows, none empty while `pieces <= rows`, whose sizes differ by at most one.
     """
-    return index * rows // pieces, (index + 1) * rows // pieces
+    return tf.range(pieces + 1) * rows // pieces
 
 
 def take(batch: Any, start: Any, stop: Any) -> Any:

@@ -92,7 +92,7 @@ def refuse_inexact(model: keras.Model, batch: Any, accum: int) -> None:
         ("added", "a loss that layers add (`add_loss`)"),
     ):
         total, pieces = getattr(whole, name), getattr(parts, name)
-        if not close.sums(total, pieces):
+        if not close.sums(total, pieces, beside=[*whole.of_outputs, *whole.added]):
             raise NotImplementedError(
                 f"With accum > 1, {what} must be a mean over its rows, and it is not: each row's "
                 "part depends on the other rows, or the loss is their sum. For a sum, return one "
@@ -128,8 +128,8 @@ def _try(model: keras.Model, few: Any, cuts: list[tuple[int, int]], *, training:
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(_cut.take(few, *cut))
             with _report.recorded_updates(model.metrics, by_rows=False) as updates:
                 y_pred = call(x)
-            loss, _ = _step.weighted_loss(model, x, y, y_pred, sample_weight, batch_rows)
-            share = (cut[1] - cut[0]) / batch_rows
+            share = (cut[1] - cut[0]) / batch_rows if batch_rows else 1.0
+            loss, _ = _step.weighted_loss(model, x, y, y_pred, sample_weight, share)
             added.append(share * sum(float(tf.reduce_sum(term)) for term in model.losses))
             of_outputs.append(float(tf.reduce_sum(loss)) - added[-1])
             model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
@@ -165,11 +165,12 @@ class _Close:
         dtypes = {keras.backend.standardize_dtype(layer.compute_dtype) for layer in layers}
         self._tolerance = max(_TOLERANCE.get(d, _LOW_PRECISION_TOLERANCE) for d in dtypes)
 
-    def sums(self, values: list[float], others: list[float]) -> bool:
+    def sums(self, values: list[float], others: list[float], beside: Iterable[float] = ()) -> bool:
         total, other = sum(values), sum(others)
         if not math.isfinite(total) or not math.isfinite(other):
             return not math.isfinite(total)  # A batch without a loss tells nothing.
-        scale = max(sum(map(abs, values)), sum(map(abs, others)))
+        # `beside` is what the values were taken from: a difference has the rounding of its terms.
+        scale = max(sum(map(abs, numbers)) for numbers in (values, others, beside))
         return abs(total - other) <= self._tolerance * scale
 
     def equal(self, values: list[float], others: list[float]) -> bool:

@@ -104,6 +104,18 @@ def callback_list(
     )
 
 
+def hears_of_batches(callbacks: keras.callbacks.CallbackList) -> bool:
+    """Tell whether a callback has a hook for training batches: else telling is time lost."""
+    hooks = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+    return any(
+        getattr(getattr(callback, hook), "__func__", None)
+        is not getattr(keras.callbacks.Callback, hook)
+        for callback in (callbacks, *callbacks.callbacks)
+        if callback is not callbacks or type(callbacks) is not keras.callbacks.CallbackList
+        for hook in hooks
+    )
+
+
 def epoch_logs(model: keras.Model, last: Logs) -> Logs:
     """Return the metrics at the end of an epoch, or the logs of its last step.
 

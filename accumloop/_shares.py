@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -33,21 +33,21 @@ _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 _lock = threading.RLock()
 
 
-def of_rows(rows: Any, batch_rows: Any, dtype: Any) -> Any:
-    """Return the share of a micro-batch by its rows (int64 scalars), a scalar of `dtype`."""
-    # Divided in float64, so that a loss in half precision has no rounded numbers of rows. A batch
-    # without rows is one micro-batch: its regularizers count.
+def of_rows(rows: Any, batch_rows: Any) -> Any:
+    """Return the shares of micro-batches by their rows, int64 tensors, as float64."""
+    # In float64, so that a loss in half precision has no rounded numbers of rows. A batch without
+    # rows is one micro-batch: its regularizers count.
     rows, batch_rows = (tf.cast(tf.maximum(count, 1), tf.float64) for count in (rows, batch_rows))
-    return tf.cast(rows / batch_rows, dtype)
+    return rows / batch_rows
 
 
 @contextlib.contextmanager
-def losses_by_share(rows: Any, batch_rows: Any, *, ragged: bool) -> Iterator[None]:
+def losses_by_share(row_share: Any, rows: Callable[[], Any], *, ragged: bool) -> Iterator[None]:
     """Let each loss return its value times its share over the share of rows.
 
     Args:
-        rows: Rows of the micro-batch, an int64 scalar tensor.
-        batch_rows: Rows of the batch, an int64 scalar tensor.
+        row_share: The share of the micro-batch by its rows, a float scalar tensor.
+        rows: Returns the rows of the micro-batch, an int64 scalar tensor.
         ragged: Whether the batch holds ragged or sparse tensors, so that inner sizes may
             differ from micro-batch to micro-batch.
 
@@ -73,13 +73,12 @@ def losses_by_share(rows: Any, batch_rows: Any, *, ragged: bool) -> Iterator[Non
             _refuse_unknown_share(loss, y_pred, values, sample_weight, ragged)
             if _is_reduced(values):
                 return result
-            with tf.control_dependencies(_checks_of_rows(loss, values, rows)):
-                result = tf.identity(result)
-            return (
-                result
-                if loss.reduction in _MEANS
-                else result / of_rows(rows, batch_rows, result.dtype)
-            )
+            if loss.reduction not in _MEANS:
+                return result / tf.cast(row_share, result.dtype)
+            if _is_of_keras(loss):
+                return result
+            with tf.control_dependencies(_checks_of_rows(loss, values, rows())):
+                return tf.identity(result)
 
         keras.losses.Loss.__call__ = call
         try:
@@ -114,11 +113,12 @@ def _is_reduced(values: Any) -> bool:
     return keras.ops.ndim(values) == 0
 
 
+def _is_of_keras(loss: Any) -> bool:
+    """Tell whether a loss is one of Keras' own, which have values for each row."""
+    return getattr(loss, "fn", type(loss)).__module__.startswith("keras.")
+
+
 def _checks_of_rows(loss: Any, values: Any, rows: Any) -> list[Any]:
-    """Return a check that each row has its values, unless the loss is known to be so."""
-    function = getattr(loss, "fn", type(loss))
-    if function.__module__.startswith("keras.") or loss.reduction not in _MEANS:
-        return []
     check = tf.debugging.assert_equal(
         tf.shape(values, out_type=tf.int64)[0],
         rows,

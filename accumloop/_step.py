@@ -119,9 +119,13 @@ def _accumulated_update(model: keras.Model) -> Callable[..., Logs]:
         batch = _cut.without_optionals(batch)
         rows = _cut.rows(batch)
         pieces = tf.maximum(tf.minimum(accum, rows), 1)
+        # Known before the loop, which is left the fewest ops.
+        edges = _cut.edges(pieces, rows)
+        shares = _shares.of_rows(edges[1:] - edges[:-1], rows)
 
         def arguments(index: Any) -> tuple[Any, Any]:
-            return _cut.take(batch, *_cut.bounds(index, pieces, rows)), rows
+            start, stop = tf.gather(edges, index), tf.gather(edges, index + 1)
+            return _cut.take(batch, start, stop), tf.gather(shares, index)
 
         if model.run_eagerly:
             parts = _sum_eagerly(micro_step, arguments, pieces)
@@ -144,14 +148,13 @@ def _make_micro_step(
     """
     call = training_call(model)
 
-    def micro_step(batch: Any, batch_rows: Any) -> _Parts:
+    def micro_step(batch: Any, share: Any) -> _Parts:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         with tf.GradientTape() as tape:
             with _report.recorded_updates(model.metrics, by_rows=False) as updates:
                 y_pred = call(x)
-            loss, reported = weighted_loss(model, x, y, y_pred, sample_weight, batch_rows)
+            loss, reported = weighted_loss(model, x, y, y_pred, sample_weight, share)
             scaled = model.optimizer.scale_loss(loss)
-        share = _shares.of_rows(_cut.rows_of(_cut.leaves(batch)[0]), batch_rows, loss.dtype)
         reported += [(tracker, _report.part_of(value, share)) for tracker, value in updates]
         trackers[:] = [tracker for tracker, _ in reported]
         weights = model.trainable_weights
@@ -172,23 +175,24 @@ def training_call(model: keras.Model) -> Callable[[Any], Any]:
 
 
 def weighted_loss(
-    model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, batch_rows: Any
+    model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, share: Any
 ) -> tuple[Any, list[tuple[_report.Tracker, _report.Reported]]]:
-    """Return a micro-batch's part of its batch's loss, and of each loss that Keras tracks."""
-    data = (x, y, sample_weight)
-    rows = _cut.rows_of(_cut.leaves(data)[0])
-    ragged = any(isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) for leaf in _cut.leaves(data))
+    """Return a micro-batch's part of its batch's loss, and of each loss that Keras tracks.
+
+    `share` is the share of the micro-batch by its rows.
+    """
+    leaves = _cut.leaves((x, y, sample_weight))
+    ragged = any(isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) for leaf in leaves)
     with (
-        _shares.losses_by_share(rows, batch_rows, ragged=ragged),
+        _shares.losses_by_share(share, lambda: _cut.rows_of(leaves[0]), ragged=ragged),
         _report.recorded_updates(model.metrics, by_rows=True) as updates,
     ):
         loss = model.compute_loss(
             x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
         )
-    share = _shares.of_rows(rows, batch_rows, loss.dtype)
     updates = [(_report.Tracker(_keras.loss_tracker(model), by_rows=True), loss), *updates]
     reported = [(tracker, _report.part_of(value, share)) for tracker, value in updates]
-    return loss * share, reported
+    return loss * tf.cast(share, loss.dtype), reported
 
 
 def _sum_in_graph(micro_step: Any, arguments: Callable[[Any], Any], pieces: Any) -> _Parts:

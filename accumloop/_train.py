@@ -114,6 +114,7 @@ def train(
     callbacks = _report.callback_list(
         model, callbacks, verbose=verbose, epochs=epochs, steps=batches.steps
     )
+    hears_of_batches = _report.hears_of_batches(callbacks)
     model.stop_training = False
     _keras.forget_restored_epoch(model)  # Of a `fit` before: this run has its own backup or none.
     try:
@@ -124,9 +125,11 @@ def train(
             model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
             for execution in batches.epoch():
-                callbacks.on_train_batch_begin(execution.begin_step)
+                if hears_of_batches:
+                    callbacks.on_train_batch_begin(execution.begin_step)
                 logs = step(execution.first, execution.iterator, pieces)
-                callbacks.on_train_batch_end(execution.end_step, logs)
+                if hears_of_batches:
+                    callbacks.on_train_batch_end(execution.end_step, logs)
                 del execution  # Its batch must not wait in memory for the next one.
                 if model.stop_training:
                     break

@@ -83,6 +83,25 @@ def test_events_logs_and_results(name, accum):
     assert_same(expected, actual, rtol=0 if accum == 1 else 1e-9)
 
 
+@pytest.mark.parametrize(
+    "hook", ["on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end"]
+)
+@pytest.mark.parametrize("on_instance", [False, True])
+def test_every_way_to_hear_of_batches(hook, on_instance):
+    class Hearing(keras.callbacks.Callback):
+        pass
+
+    heard = []
+    callback = Hearing()
+    if on_instance:
+        setattr(callback, hook, lambda batch, logs=None: heard.append(batch))
+    else:
+        setattr(Hearing, hook, lambda self, batch, logs=None: heard.append(batch))
+    model = fresh_model(CASE)
+    accumloop.train(model, CASE.make_ds(), 3, verbose=0, callbacks=[callback])
+    assert heard == [0, 1, 2, 3, 4]
+
+
 def test_stopping_is_honoured_after_the_batch():
     told = train(CASE, 3, callbacks=[Stop(2)]).events
     assert [event[1] for event in told if event[0] == "on_train_batch_end"] == [0, 1, 2]

@@ -11,11 +11,11 @@ ROWS = [1, 2, 3, 7, 8, 10, 64]
 
 @pytest.mark.parametrize("accum", [1, 2, 3, 5, 8, 64, 100])
 @pytest.mark.parametrize("rows", ROWS)
-def test_bounds(rows, accum):
+def test_edges(rows, accum):
     pieces = min(accum, rows)
-    bounds = [_cut.bounds(index, pieces, rows) for index in range(pieces)]
-    assert [row for start, stop in bounds for row in range(start, stop)] == list(range(rows))
-    sizes = [stop - start for start, stop in bounds]
+    edges = _cut.edges(tf.constant(pieces, tf.int64), tf.constant(rows, tf.int64)).numpy()
+    assert (edges[0], edges[-1], len(edges)) == (0, rows, pieces + 1)
+    sizes = edges[1:] - edges[:-1]
     assert min(sizes) >= 1
     assert max(sizes) - min(sizes) <= 1
 
@@ -46,7 +46,8 @@ def test_take(kind, rows, traced):
     def pieces():
         assert int(_cut.rows_of(whole)) == rows if tf.executing_eagerly() else True
         return [
-            _cut.take({"a": (whole, None)}, *_cut.bounds(index, 3, rows))["a"] for index in range(3)
+            _cut.take({"a": (whole, None)}, index * rows // 3, (index + 1) * rows // 3)["a"]
+            for index in range(3)
         ]
 
     pieces = tf.function(pieces)() if traced else pieces()
