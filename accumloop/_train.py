@@ -67,8 +67,9 @@ def train(
         ValueError: If an argument has a wrong value: `accum < 1`, a model that is not compiled,
             an unbatched dataset, an optimizer that has `gradient_accumulation_steps` itself.
         NotImplementedError: If micro-batches would train something else than their batch: a
-            masked or weighted mean, a loss that couples rows, a trainable BatchNormalization, a
-            model with its own `train_step`, all with `accum > 1`; or under a strategy.
+            masked or weighted mean, a loss that couples rows (tried on a few rows of the first
+            batch), a trainable BatchNormalization, a model with its own `train_step`, all with
+            `accum > 1`; or under a strategy.
 
     Example:
         >>> x = tf.reshape(tf.range(12.0), [6, 2])

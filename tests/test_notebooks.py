@@ -28,4 +28,5 @@ def test_its_outputs_are_kept(path):
     outputs = [output for cell in cells for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert [output for output in outputs if output.output_type == "error"] == []
+    assert [output for output in outputs if output.get("name") == "stderr"] == []
     assert "/tmp" not in str(outputs)
