@@ -133,7 +133,7 @@ def _try(model: keras.Model, few: Any, cuts: list[tuple[int, int]], *, training:
             added.append(share * sum(float(tf.reduce_sum(term)) for term in model.losses))
             of_outputs.append(float(tf.reduce_sum(loss)) - added[-1])
             model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-            # Of equal weights, as updates by rows are over micro-batches of a batch.
+            # What a training step combines by rows and updates once.
             for tracker, value in updates:
                 tracker.metric.update_state(value, sample_weight=share)
         metrics = {

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from accumloop import _accumulator, _cut, _keras, _report, _shares
+from accumloop import _accumulator, _cut, _keras, _loop, _report, _shares
 
 Logs = dict[str, Any]
 Step = Callable[[Any, Any, Any], Logs]
@@ -60,8 +60,8 @@ def make_step(model: keras.Model, accumulating: bool) -> Step:
 
     `first` is a `tf.experimental.Optional` of a batch that was read before, or an empty one.
     `accum` is an int64 scalar tensor, so that another `accum` needs no other trace.
-    Everything is traced at the first call: once, whatever the number of micro-batches, their
-    sizes, and the size of the batches.
+    Everything is traced at the first call, whatever the number of micro-batches, their sizes, and
+    the size of the batches.
     """
     update = _accumulated_update(model) if accumulating else _whole_update(model)
 
@@ -114,6 +114,7 @@ def _accumulated_update(model: keras.Model) -> Callable[..., Logs]:
     # Micro-batches differ in size: XLA compiles one of them and the update, not the loop.
     micro_step = _function(model, micro_step, jit_compile=model.jit_compile)
     apply = _function(model, _make_apply(model), jit_compile=model.jit_compile)
+    total = _loop.total_of(micro_step, eagerly=model.run_eagerly)
 
     def update(batch: Any, accum: Any) -> Logs:
         batch = _cut.without_optionals(batch)
@@ -127,10 +128,7 @@ def _accumulated_update(model: keras.Model) -> Callable[..., Logs]:
             start, stop = tf.gather(edges, index), tf.gather(edges, index + 1)
             return _cut.take(batch, start, stop), tf.gather(shares, index)
 
-        if model.run_eagerly:
-            parts = _sum_eagerly(micro_step, arguments, pieces)
-        else:
-            parts = _sum_in_graph(micro_step, arguments, pieces)
+        parts = total(arguments, pieces)
         apply(parts.gradients)
         for tracker, number in zip(trackers, parts.numbers, strict=True):
             _report.update_once(tracker, number, rows)
@@ -193,62 +191,6 @@ def weighted_loss(
     updates = [(_report.Tracker(_keras.loss_tracker(model), by_rows=True), loss), *updates]
     reported = [(tracker, _report.part_of(value, share)) for tracker, value in updates]
     return loss * tf.cast(share, loss.dtype), reported
-
-
-def _sum_in_graph(micro_step: Any, arguments: Callable[[Any], Any], pieces: Any) -> _Parts:
-    """Return the sum of `micro_step(*arguments(index))` over `pieces` micro-batches."""
-    # Traced here for the structure of its outputs, and called in the loop: one trace.
-    example = micro_step.get_concrete_function(*arguments(tf.constant(0, tf.int64)))
-    structure = example.structured_outputs
-
-    def body(index: Any, total: list[Any]) -> tuple[Any, list[Any]]:
-        parts = micro_step(*arguments(index))
-        return index + 1, _accumulator.add(total, _present(parts), index)
-
-    _, total = tf.while_loop(
-        lambda index, total: index < pieces,
-        body,
-        [tf.constant(0, tf.int64), _accumulator.zeros(_present(structure), pieces)],
-        parallel_iterations=1,  # More would hold the activations of as many micro-batches.
-    )
-    return _packed(structure, _accumulator.value(total, _present(structure)))
-
-
-def _sum_eagerly(micro_step: Any, arguments: Callable[[Any], Any], pieces: Any) -> _Parts:
-    """Return the same sum, run by Python: `run_eagerly=True`."""
-    parts = micro_step(*arguments(0))
-    total = _accumulator.zeros(_present(parts), pieces)
-    total = _accumulator.add(total, _present(parts), 0)
-    for index in range(1, int(pieces)):
-        parts = micro_step(*arguments(index))
-        total = _accumulator.add(total, _present(parts), index)
-    return _packed(parts, _accumulator.value(total, _kinds(micro_step, arguments, parts)))
-
-
-def _kinds(micro_step: Any, arguments: Callable[[Any], Any], parts: _Parts) -> list[Any]:
-    """Return the parts, traced if there are slices: only a graph tells where they come from."""
-    if not any(isinstance(part, tf.IndexedSlices) for part in _present(parts)):
-        return _present(parts)
-    trace = tf.function(tf.autograph.experimental.do_not_convert(micro_step))
-    try:
-        return _present(trace.get_concrete_function(*arguments(0)).structured_outputs)
-    except Exception as error:  # Whatever a model that is meant to run eagerly raises in a graph.
-        raise NotImplementedError(
-            "With accum > 1 and `run_eagerly=True`, a model that looks up rows of a table must be "
-            "one that can be traced, to see how it does. Compile with run_eagerly=False, or use "
-            "accum=1."
-        ) from error
-
-
-def _present(parts: _Parts) -> list[Any]:
-    return [part for part in tf.nest.flatten(parts) if part is not None]
-
-
-def _packed(structure: _Parts, present: list[Any]) -> _Parts:
-    """Return `present` in the places where `structure` is not None."""
-    values = iter(present)
-    flat = [None if part is None else next(values) for part in tf.nest.flatten(structure)]
-    return tf.nest.pack_sequence_as(structure, flat)
 
 
 def _make_apply(model: keras.Model) -> Callable[[list[Any]], None]:

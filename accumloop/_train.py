@@ -107,9 +107,8 @@ def train(
         "steps_per_epoch", steps_per_epoch, _keras.debugging_limit("max_steps_per_epoch")
     )
     batches = _data.Epochs(ds, steps_per_epoch, model.steps_per_execution)
-    pieces = tf.constant(
-        min(accum, tf.int64.max), tf.int64
-    )  # A Python int would be traced for each value.
+    # A Python int would be traced for each value.
+    pieces = tf.constant(min(accum, tf.int64.max), tf.int64)
     step = _prepared_step(model, ds.element_spec, batches.peek(), accum)
 
     callbacks = _report.callback_list(
@@ -164,6 +163,7 @@ def _prepared_step(model: keras.Model, element_spec: Any, batch: Any, accum: int
         if prepared not in steps.prepared:
             _prepare.build(model, element_spec, batch, accum)
             if accum > 1:
+                _checks.cut_exactly(model)  # Again, for layers that have been built only now.
                 _prepare.refuse_inexact(model, batch, accum)
             if int(_cut.rows(batch)) > 1:  # One row tells nothing of the others: ask again.
                 steps.prepared.add(prepared)

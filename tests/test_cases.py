@@ -133,11 +133,11 @@ def sparse_ds():
     return tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(wide), targets)).batch(10)
 
 
-def embedding(optimizer):
+def embedding(optimizer=lambda: keras.optimizers.Adam(0.05), **options):
     model = keras.Sequential(
         [keras.Input([4], dtype="int64"), L.Embedding(9, 3), L.Flatten(), L.Dense(2)]
     )
-    return compiled(model, "mse", optimizer)
+    return compiled(model, "mse", optimizer, **options)
 
 
 def shared_embedding():
@@ -363,26 +363,12 @@ CASES = {
     ),
     "eager": Case(lambda: dense(run_eagerly=True, metrics=["mae"]), weighted),
     "eager_embedding": Case(
-        lambda: compiled(
-            keras.Sequential(
-                [keras.Input([4], dtype="int64"), L.Embedding(9, 3), L.Flatten(), L.Dense(2)]
-            ),
-            optimizer=lambda: keras.optimizers.Adam(0.05),
-            run_eagerly=True,
-        ),
-        lambda: batches(tokens, targets, size=10),
+        lambda: embedding(run_eagerly=True), lambda: batches(tokens, targets, size=10)
     ),
     "eager_subclassed": Case(lambda: compiled(Subclassed(), run_eagerly=True), plain),
     "xla": Case(lambda: dense(jit_compile=True, metrics=["mae"]), weighted),
     "xla_embedding": Case(
-        lambda: compiled(
-            keras.Sequential(
-                [keras.Input([4], dtype="int64"), L.Embedding(9, 3), L.Flatten(), L.Dense(2)]
-            ),
-            optimizer=lambda: keras.optimizers.Adam(0.05),
-            jit_compile=True,
-        ),
-        lambda: batches(tokens, targets, size=10),
+        lambda: embedding(jit_compile=True), lambda: batches(tokens, targets, size=10)
     ),
     "steps_per_execution_2": Case(lambda: dense(steps_per_execution=2), plain),
     "steps_per_execution_3": Case(lambda: dense(steps_per_execution=3, metrics=["mae"]), plain),

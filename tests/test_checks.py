@@ -356,6 +356,22 @@ def untraceable():
     return model
 
 
+class Late(keras.Model):
+    """Makes its layers when it is built."""
+
+    def build(self, input_shape):
+        self.normalization, self.last = L.BatchNormalization(), L.Dense(2)
+
+    def call(self, inputs, training=False):
+        return self.last(self.normalization(inputs, training=training))
+
+
+def late_normalization():
+    model = Late()
+    model.compile("sgd", "mse")
+    return model
+
+
 class OwnFunction(keras.Sequential):
     def make_train_function(self, force=False):
         return super().make_train_function(force)
@@ -459,6 +475,11 @@ INEXACT = {
     ),
     "batch_normalization": (
         lambda: with_layer(L.BatchNormalization()),
+        ds,
+        "trainable BatchNormalization is not supported",
+    ),
+    "batch_normalization_built_late": (
+        late_normalization,
         ds,
         "trainable BatchNormalization is not supported",
     ),
