@@ -65,14 +65,15 @@ def value(total: list[Any], parts: list[Any]) -> list[Any]:
 def _zero(part: Any, pieces: Any) -> Any:
     if isinstance(part, tf.IndexedSlices):
         return _Slices(
-            _empty_array(part.values, pieces),
-            _empty_array(part.indices, pieces),
+            empty_array(part.values, pieces),
+            empty_array(part.indices, pieces),
             tf.zeros(part.dense_shape.shape, part.dense_shape.dtype),
         )
     return tf.zeros(part.shape, wide(part.dtype))
 
 
-def _empty_array(tensor: Any, pieces: Any) -> tf.TensorArray:
+def empty_array(tensor: Any, pieces: Any) -> tf.TensorArray:
+    """Return an array for what each micro-batch has in place of `tensor`, to be put together."""
     return tf.TensorArray(
         tensor.dtype,
         size=tf.cast(pieces, tf.int32),

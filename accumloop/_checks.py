@@ -50,7 +50,7 @@ def model(value: Any) -> None:
             "Create it without `gradient_accumulation_steps`: here a batch of the dataset is one "
             f"update. Received: gradient_accumulation_steps={steps!r}"
         )
-    if _is_own(value, "make_train_function"):
+    if is_own(value, "make_train_function"):
         raise NotImplementedError(
             "A model with its own `make_train_function` is not supported: accumloop makes the "
             f"function that trains. Received: {type(value).__name__}.make_train_function"
@@ -185,6 +185,15 @@ def class_weight(value: Any, element_spec: Any) -> None:
         )
 
 
+def whole_batch_loss(value: Any) -> None:
+    """Refuse a `whole_batch_loss` that is no bool."""
+    if not isinstance(value, bool):
+        raise TypeError(
+            "`whole_batch_loss` must be a bool. "
+            f"Received: whole_batch_loss={value!r} (of type {type(value).__name__})"
+        )
+
+
 def validation(value: Any) -> None:
     """Refuse a generator: each epoch would see other batches of it."""
     if isinstance(value, types.GeneratorType):
@@ -198,24 +207,19 @@ def _is_class_id(key: Any) -> bool:
     return isinstance(key, numbers.Integral) and int(key) >= 0
 
 
-def own_methods(model: keras.Model) -> list[str]:
-    """Return the names of the training methods of Keras that a model overrides."""
-    names = ("train_step", "compute_loss", "compute_metrics")
-    return [name for name in names if _is_own(model, name)]
-
-
-def _is_own(model: keras.Model, name: str) -> bool:
+def is_own(model: keras.Model, name: str) -> bool:
+    """Tell whether a model overrides a method of Keras."""
     method = getattr(getattr(model, name), "__func__", None)
     return method is not getattr(keras.Model, name)
 
 
-def cut_exactly(model: keras.Model) -> None:
+def cut_exactly(model: keras.Model, whole_batch_loss: bool) -> None:
     """Refuse a model whose micro-batches would train something else than its batches."""
-    own = own_methods(model)
-    if own:
+    if whole_batch_loss and is_own(model, "train_step"):
         raise NotImplementedError(
-            f"A model with its own `{own[0]}` is not supported with accum > 1 yet. Use accum=1. "
-            f"Received: {type(model).__name__}.{own[0]}"
+            "whole_batch_loss=True needs the loss by itself, and a model with its own `train_step` "
+            "computes it there. Override `compute_loss` instead. "
+            f"Received: {type(model).__name__}.train_step"
         )
     for variable in model.trainable_variables:
         if getattr(variable, "overwrite_with_gradient", False):
@@ -225,13 +229,6 @@ def cut_exactly(model: keras.Model) -> None:
                 f"Received: variable '{variable.path}'"
             )
     for layer in _keras.flatten_layers(model):
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
-            raise NotImplementedError(
-                "A trainable BatchNormalization is not supported with accum > 1 yet: its moving "
-                "statistics would move once a micro-batch. Use accum=1, "
-                "or set `trainable=False` on the layer before compiling. "
-                f"Received: layer '{layer.name}'"
-            )
         if getattr(layer, "stateful", False):
             raise NotImplementedError(
                 "A stateful layer is not supported with accum > 1: its state belongs to the rows "

@@ -7,6 +7,40 @@ from typing import Any
 import tensorflow as tf
 
 
+class Cut:
+    """A batch, and the micro-batches that it is cut into.
+
+    Args:
+        batch: A nested structure of tensors.
+        accum: Number of micro-batches, or more than there are rows; an int64 scalar tensor.
+
+    Attributes:
+        batch: The batch, with `None` for what is missing.
+        rows: The rows of the batch, an int64 scalar tensor.
+        pieces: The number of micro-batches, an int64 scalar tensor.
+    """
+
+    def __init__(self, batch: Any, accum: Any) -> None:
+        self.batch = without_optionals(batch)
+        self.rows = rows(self.batch)
+        self.pieces = tf.maximum(tf.minimum(accum, self.rows), 1)
+        # Known before the loop, which is left the fewest ops.
+        self._edges = edges(self.pieces, self.rows)
+        self._shares = shares(self._edges[1:] - self._edges[:-1], self.rows)
+
+    def of(self, structure: Any, index: Any) -> Any:
+        """Return the rows of micro-batch `index` of a structure with the rows of the batch."""
+        return take(structure, tf.gather(self._edges, index), tf.gather(self._edges, index + 1))
+
+    def rows_of(self, index: Any) -> Any:
+        """Return the rows of micro-batch `index`, an int64 scalar tensor."""
+        return tf.gather(self._edges, index + 1) - tf.gather(self._edges, index)
+
+    def share(self, index: Any) -> Any:
+        """Return the share of micro-batch `index` by its rows, a float64 scalar tensor."""
+        return tf.gather(self._shares, index)
+
+
 def leaves(batch: Any) -> list[Any]:
     """Return the tensors of a batch, in the order of `tf.nest`, without its `None`s."""
     return [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
@@ -60,6 +94,14 @@ def edges(pieces: Any, rows: Any) -> Any:
     rows, none empty while `pieces <= rows`, whose sizes differ by at most one.
     """
     return tf.range(pieces + 1) * rows // pieces
+
+
+def shares(rows: Any, batch_rows: Any) -> Any:
+    """Return the shares of micro-batches by their rows, int64 tensors, as float64."""
+    # In float64, so that a loss in half precision has no rounded numbers of rows. A batch without
+    # rows is one micro-batch: its regularizers count.
+    rows, batch_rows = (tf.cast(tf.maximum(count, 1), tf.float64) for count in (rows, batch_rows))
+    return rows / batch_rows
 
 
 def take(batch: Any, start: Any, stop: Any) -> Any:

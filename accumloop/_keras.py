@@ -6,9 +6,13 @@ Keras lacks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+
+__all__ = ["in_stateless_scope"]
 
 
 def flatten_layers(model: keras.Model) -> list[keras.layers.Layer]:
@@ -21,9 +25,40 @@ def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
     return model._loss_tracker
 
 
+def output_loss_trackers(model: keras.Model) -> list[keras.metrics.Metric]:
+    """Return the metrics behind `logs["<output>_loss"]`, none before the loss is built."""
+    return [] if model._compile_loss is None else list(model._compile_loss.metrics)
+
+
+def compute_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
+    """Return `model.compute_loss(...)` in training, whose overrides may lack `training`."""
+    return model._compute_loss(x, y, y_pred, sample_weight, training=True)
+
+
+def training_call(model: keras.Model) -> Callable[[Any], Any]:
+    """Return the forward pass in training mode, where the model's `call` knows of modes."""
+    return (lambda x: model(x, training=True)) if model._call_has_training_arg else model
+
+
+def clear_added_losses(model: keras.Model) -> None:
+    """Forget what layers have added by `add_loss`, as the next call of `model` does."""
+    model._clear_losses()
+
+
 def mask_of(tensor: Any) -> Any | None:
     """Return the mask that layers and losses attach to what they return, or None."""
     return getattr(tensor, "_keras_mask", None)
+
+
+def set_mask(tensor: Any, mask: Any | None) -> None:
+    """Attach a mask to an output, as layers do."""
+    if mask is not None:
+        tensor._keras_mask = mask
+
+
+def update_renorm_statistics(layer: Any, mean: Any, variance: Any) -> None:
+    """Move the statistics of a `BatchNormalization(renorm=True)` by the moments of a batch."""
+    layer._update_renorm_statistics(mean, variance)
 
 
 def restored_epoch(model: keras.Model) -> int | None:

@@ -1,82 +1,150 @@
-"""The loop over the micro-batches of a batch, in a graph or run by Python."""
+"""Functions, and the loop over the micro-batches of a batch, in a graph or run by Python."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from accumloop import _accumulator
+from accumloop import _accumulator, _ancestors
 
-# Arguments of the micro-step for micro-batch `index`.
-Arguments = Callable[[Any], Any]
+# Batch and share of micro-batch `index`.
+Arguments = Callable[[Any], tuple[Any, Any]]
+
+_DIVISORS = tf.TensorSpec([None], tf.float64)
 
 
-def total_of(micro_step: Any, *, eagerly: bool) -> Callable[[Arguments, Any], Any]:
-    """Return `total(arguments, pieces)`: the sum of `micro_step(*arguments(index))`.
+def as_function(model: keras.Model, function: Callable[..., Any], **options: Any) -> Any:
+    """Return a `tf.function`, or the function itself if the model runs eagerly."""
+    function = tf.autograph.experimental.do_not_convert(function)
+    return function if model.run_eagerly else tf.function(function, **options)
+
+
+def total_of(
+    micro_step: Any, model: keras.Model, *, has_divisors: bool | None = None
+) -> Callable[[Arguments, Any], Any]:
+    """Return `total(arguments, pieces)`: the sum of the parts that the micro-step returns.
+
+    ```
+    divisors = sum of the divisors of each micro-batch  # only what these depend on is run
+    total    = sum of micro_step(*arguments(index), divisors).parts
+    ```
 
     Args:
-        micro_step: Returns a structure of tensors, `tf.IndexedSlices` and `None`s; a
-            `tf.function` unless it runs eagerly.
-        eagerly: Whether Python runs the loop: `run_eagerly=True`.
+        micro_step: Returns `(parts, divisors)`: a structure of tensors, `tf.IndexedSlices` and
+            `None`s, and a list of float64 scalars; a `tf.function` unless the model runs eagerly.
+        model: The model of the micro-step.
+        has_divisors: Whether there are any; None if only the micro-step will tell.
     """
-    if not eagerly:
+    if not model.run_eagerly:
         return lambda arguments, pieces: _sum_in_graph(micro_step, arguments, pieces)
-    kinds: list[Any] = []  # Traced once, by the first batch that has slices.
-
-    def total(arguments: Arguments, pieces: Any) -> Any:
-        parts = micro_step(*arguments(0))
-        sums = _accumulator.zeros(_present(parts), pieces)
-        sums = _accumulator.add(sums, _present(parts), 0)
-        for index in range(1, int(pieces)):
-            parts = micro_step(*arguments(index))
-            sums = _accumulator.add(sums, _present(parts), index)
-        if not any(isinstance(part, tf.IndexedSlices) for part in _present(parts)):
-            return _packed(parts, _accumulator.value(sums, _present(parts)))
-        if not kinds:
-            kinds.extend(_traced(micro_step, arguments))
-        return _packed(parts, _accumulator.value(sums, kinds))
-
-    return total
+    return _EagerTotal(micro_step, model, has_divisors)
 
 
 def _sum_in_graph(micro_step: Any, arguments: Arguments, pieces: Any) -> Any:
     # Traced here for the structure of its outputs, and called in the loop: one trace.
-    example = micro_step.get_concrete_function(*arguments(tf.constant(0, tf.int64)))
-    structure = example.structured_outputs
+    example = micro_step.get_concrete_function(*arguments(tf.constant(0, tf.int64)), _DIVISORS)
+    structure, own_divisors = example.structured_outputs
+    divisors = tf.zeros([0], tf.float64)
+    if own_divisors:
+        divisors_of = _ancestors.function_of(example, own_divisors)
+        divisors = _loop(
+            pieces,
+            lambda index, sums: sums + tf.stack(divisors_of(arguments(index), divisors)),
+            tf.zeros([len(own_divisors)], tf.float64),
+        )
 
-    def body(index: Any, sums: list[Any]) -> tuple[Any, list[Any]]:
-        parts = micro_step(*arguments(index))
-        return index + 1, _accumulator.add(sums, _present(parts), index)
+    def add(index: Any, sums: list[Any]) -> list[Any]:
+        parts, _ = micro_step(*arguments(index), divisors)
+        return _accumulator.add(sums, _present(parts), index)
 
-    _, sums = tf.while_loop(
-        lambda index, sums: index < pieces,
-        body,
-        [tf.constant(0, tf.int64), _accumulator.zeros(_present(structure), pieces)],
+    sums = _loop(pieces, add, _accumulator.zeros(_present(structure), pieces))
+    return packed(structure, _accumulator.value(sums, _present(structure)))
+
+
+def _loop(pieces: Any, body: Callable[[Any, Any], Any], start: Any) -> Any:
+    return tf.while_loop(
+        lambda index, _: index < pieces,
+        lambda index, sums: (index + 1, body(index, sums)),
+        [tf.constant(0, tf.int64), start],
         parallel_iterations=1,  # More would hold the activations of as many micro-batches.
-    )
-    return _packed(structure, _accumulator.value(sums, _present(structure)))
+    )[1]
 
 
-def _traced(micro_step: Any, arguments: Arguments) -> list[Any]:
+class _EagerTotal:
+    """The loop run by Python, for a model that is meant to run eagerly."""
+
+    def __init__(self, micro_step: Any, model: keras.Model, has_divisors: bool | None) -> None:
+        self._micro_step = micro_step
+        self._model = model
+        self._has_divisors = has_divisors
+        self._kinds: list[Any] = []  # Traced once, by the first batch that has slices.
+
+    def __call__(self, arguments: Arguments, pieces: Any) -> Any:
+        divisors = self._divisors(arguments, pieces)
+        parts, _ = self._micro_step(*arguments(0), divisors)
+        sums = _accumulator.zeros(_present(parts), pieces)
+        sums = _accumulator.add(sums, _present(parts), 0)
+        for index in range(1, int(pieces)):
+            parts, _ = self._micro_step(*arguments(index), divisors)
+            sums = _accumulator.add(sums, _present(parts), index)
+        kinds = _present(parts)
+        if any(isinstance(part, tf.IndexedSlices) for part in kinds):
+            if not self._kinds:
+                self._kinds.extend(_traced(self._micro_step, arguments, divisors))
+            kinds = self._kinds
+        return packed(parts, _accumulator.value(sums, kinds))
+
+    def _divisors(self, arguments: Arguments, pieces: Any) -> Any:
+        """Return the divisors of the batch, by steps that are taken back."""
+        total = tf.zeros([0], tf.float64)
+        for index in range(int(pieces)):
+            if self._has_divisors is False:
+                break
+            with _restored(self._model):
+                _, own = self._micro_step(*arguments(index), None)
+            self._has_divisors = bool(own)
+            if own:
+                total = tf.stack(own) if index == 0 else total + tf.stack(own)
+        return total
+
+
+@contextlib.contextmanager
+def _restored(model: keras.Model) -> Iterator[None]:
+    """Put back what a step moves, its metrics and seeds, but for what the micro-step withholds."""
+    variables = [*model.non_trainable_variables, *model.metrics_variables]
+    before = [(variable, keras.ops.copy(variable.value)) for variable in variables]
+    yield
+    known = {id(variable) for variable in variables}
+    for metric in model.metrics:
+        if not known.issuperset(map(id, metric.variables)):
+            metric.reset_state()  # Built by this very step.
+    for variable, value in before:
+        variable.assign(value)
+
+
+def _traced(micro_step: Any, arguments: Arguments, divisors: Any) -> list[Any]:
     """Return the parts of a trace: only a graph tells where slices come from."""
     trace = tf.function(tf.autograph.experimental.do_not_convert(micro_step))
     try:
-        return _present(trace.get_concrete_function(*arguments(0)).structured_outputs)
+        trace = trace.get_concrete_function(*arguments(0), divisors)
     except Exception as error:  # Whatever a model that is meant to run eagerly raises in a graph.
         raise NotImplementedError(
             "With accum > 1 and `run_eagerly=True`, a model that looks up rows of a table must be "
             "one that can be traced, to see how it does. Compile with run_eagerly=False, or use "
             "accum=1."
         ) from error
+    return _present(trace.structured_outputs[0])
 
 
 def _present(parts: Any) -> list[Any]:
     return [part for part in tf.nest.flatten(parts) if part is not None]
 
 
-def _packed(structure: Any, present: list[Any]) -> Any:
+def packed(structure: Any, present: list[Any]) -> Any:
     """Return `present` in the places where `structure` is not None."""
     values = iter(present)
     flat = [None if part is None else next(values) for part in tf.nest.flatten(structure)]

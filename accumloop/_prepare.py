@@ -9,6 +9,7 @@ are no sums over rows. It runs in a `keras.StatelessScope`, so that no Keras var
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from accumloop import _checks, _cut, _keras, _report, _step
+from accumloop import _checks, _cut, _keras, _moments, _shares, _step, _trackers
 
 _LEAST_ROWS, _MOST_ROWS = 3, 32
 # Far above rounding, which differs between batch sizes, and far below what coupled rows do.
@@ -43,12 +44,12 @@ def build(model: keras.Model, element_spec: Any, batch: Any, accum: int) -> None
     it calls its layers with is its own business. So is one that runs eagerly, and may not be
     traced; only to be cut it is run on a few rows.
     """
-    if _checks.own_methods(model):
+    if _checks.is_own(model, "train_step"):
         return
     if not all(layer.built for layer in [model, *_keras.flatten_layers(model)]):
         x, _, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
         if not model.run_eagerly:
-            call = tf.autograph.experimental.do_not_convert(_step.training_call(model))
+            call = tf.autograph.experimental.do_not_convert(_keras.training_call(model))
             # What has no shape is missing: a None, or an Optional in its place.
             x = tf.nest.map_structure(lambda spec: spec if hasattr(spec, "shape") else None, x)
             tf.function(call).get_concrete_function(x)
@@ -63,7 +64,16 @@ def build(model: keras.Model, element_spec: Any, batch: Any, accum: int) -> None
             model.optimizer.build(model.trainable_variables)
 
 
-def refuse_inexact(model: keras.Model, batch: Any, accum: int) -> None:
+def build_by_step(model: keras.Model, element_spec: Any, step: _step.Step) -> None:
+    """Create the variables of a model with its own `train_step`, by a trace of its update.
+
+    It is the trace that training will use.
+    """
+    if not model.run_eagerly:
+        step.update.get_concrete_function(element_spec, tf.TensorSpec([], tf.int64))
+
+
+def refuse_inexact(model: keras.Model, batch: Any, accum: int, whole_batch_loss: bool) -> None:
     """Raise if the micro-batches of `batch` would not add up to it, warn if its metrics do not.
 
     Raises:
@@ -71,7 +81,8 @@ def refuse_inexact(model: keras.Model, batch: Any, accum: int) -> None:
     """
     few = _few(batch, accum)
     rows = int(_cut.rows(few))
-    whole = _try(model, few, [(0, rows)], training=True)
+    attempt = functools.partial(_try, model, few, outputs_only=whole_batch_loss)
+    whole = attempt([(0, rows)], training=True)
     _warn_of(
         whole.moved,
         "Each forward pass in training updates {}. With accum > 1 that is once a micro-batch, and "
@@ -79,23 +90,29 @@ def refuse_inexact(model: keras.Model, batch: Any, accum: int) -> None:
     )
     if rows < 2:
         return
-    training = not whole.random  # Dropout: its draws differ. At inference there may be none.
-    whole = whole if training else _try(model, few, [(0, rows)], training=False)
-    again = _try(model, few, [(0, rows)], training=training)
+    # Dropout: its draws differ. BatchNormalization normalizes by what it sees. At inference there
+    # may be neither.
+    training = not whole.random and not _moments.normalizations(model)
+    whole = whole if training else attempt([(0, rows)], training=False)
+    again = attempt([(0, rows)], training=training)
     close = _Close(model)
     if whole.random or not close.all(whole, again):
         return  # Random even at inference: it tells nothing.
     middle = max(1, rows // 3)  # Unequal parts: a mean of means is seen.
-    parts = _try(model, few, [(0, middle), (middle, rows)], training=training)
+    parts = attempt([(0, middle), (middle, rows)], training=training)
+    of_outputs = f"the loss {model.loss!r} of a batch"
+    if whole_batch_loss:
+        of_outputs = "a number that the model puts out for a row"
     for name, what in (
-        ("of_outputs", f"the loss {model.loss!r} of a batch"),
+        ("of_outputs", of_outputs),
         ("added", "a loss that layers add (`add_loss`)"),
     ):
         total, pieces = getattr(whole, name), getattr(parts, name)
         if not close.sums(total, pieces, beside=[*whole.of_outputs, *whole.added]):
             raise NotImplementedError(
                 f"With accum > 1, {what} must be a mean over its rows, and it is not: each row's "
-                "part depends on the other rows, or the loss is their sum. For a sum, return one "
+                "part depends on the other rows, or the loss is their sum. "
+                "whole_batch_loss=True takes the loss of whole batches. For a sum, return one "
                 "value for each row from a `keras.losses.Loss` with "
                 'reduction="sum"; else use accum=1. '
                 f"Received: {sum(total):.6g} on {rows} rows of the first batch, against "
@@ -113,40 +130,105 @@ def refuse_inexact(model: keras.Model, batch: Any, accum: int) -> None:
     )
 
 
-def _try(model: keras.Model, few: Any, cuts: list[tuple[int, int]], *, training: bool) -> _Trial:
-    state = [*model.variables, *model.metrics_variables]
-    call = _step.training_call(model) if training else model
-    batch_rows = int(_cut.rows(few))
+def _try(
+    model: keras.Model,
+    few: Any,
+    cuts: list[tuple[int, int]],
+    *,
+    training: bool,
+    outputs_only: bool,
+) -> _Trial:
     of_outputs, added = [], []
-    with keras.StatelessScope(
-        [(variable, tf.convert_to_tensor(variable.value)) for variable in state],
-        collect_losses=True,
-    ) as scope:
+    divisors = None if outputs_only else _divisors(model, few, cuts, training=training)
+    with _stateless(model) as scope:
         before = dict(scope.state_mapping)
         model.reset_metrics()
         for cut in cuts:
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(_cut.take(few, *cut))
-            with _report.recorded_updates(model.metrics, by_rows=False) as updates:
-                y_pred = call(x)
-            share = (cut[1] - cut[0]) / batch_rows if batch_rows else 1.0
-            loss, _ = _step.weighted_loss(model, x, y, y_pred, sample_weight, share)
+            piece = _Piece(model, few, cut, training=training)
+            share = piece.share
             added.append(share * sum(float(tf.reduce_sum(term)) for term in model.losses))
-            of_outputs.append(float(tf.reduce_sum(loss)) - added[-1])
-            model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+            with _trackers.withheld(model) as updates:
+                loss = piece.whole_loss() if outputs_only else piece.loss(divisors)[0]
+            if outputs_only:
+                of_outputs.append(_checksum(piece.y_pred))
+            else:
+                of_outputs.append(share * float(tf.reduce_sum(loss)) - added[-1])
+            model.compute_metrics(piece.x, piece.y, piece.y_pred, sample_weight=piece.sample_weight)
             # What a training step combines by rows and updates once.
-            for tracker, value in updates:
-                tracker.metric.update_state(value, sample_weight=share)
+            for update in [*piece.updates, *updates]:
+                update.tracker.metric.update_state(update.value, sample_weight=share)
         metrics = {
             name: [float(value) for value in tf.reshape(result, [-1])]
-            for name, result in _flat_results(model.get_metrics_result())
+            for name, result in _flat_results({} if outputs_only else model.get_metrics_result())
         }
         changed = {
             key for key, value in scope.state_mapping.items() if before.get(key) is not value
         }
+    pooled = {id(v) for layer in _moments.normalizations(model) for v in layer.variables}
     weights = {id(variable): variable.path for variable in model.non_trainable_weights}
     seeds = changed - {id(variable) for variable in [*model.weights, *model.metrics_variables]}
-    moved = [path for key, path in weights.items() if key in changed]
+    moved = [path for key, path in weights.items() if key in changed - pooled]
     return _Trial(of_outputs, added, metrics, bool(seeds), moved)
+
+
+def _stateless(model: keras.Model) -> keras.StatelessScope:
+    """Return a scope in which the variables of `model` have their values, and do not change."""
+    # Regularizers read from the mapping alone.
+    state = [*model.variables, *model.metrics_variables]
+    mapping = [(variable, tf.convert_to_tensor(variable.value)) for variable in state]
+    return keras.StatelessScope(mapping, collect_losses=True)
+
+
+class _Piece:
+    """Some rows and the outputs of a model for them."""
+
+    def __init__(
+        self, model: keras.Model, few: Any, cut: tuple[int, int], *, training: bool
+    ) -> None:
+        rows = _cut.take(few, *cut)
+        self._model = model
+        self._leaves = _cut.leaves(rows)
+        self.share = float(_cut.shares(cut[1] - cut[0], _cut.rows(few)))
+        self.x, self.y, self.sample_weight = keras.utils.unpack_x_y_sample_weight(rows)
+        call = _keras.training_call(model) if training else model
+        with _trackers.withheld(model) as self.updates:
+            self.y_pred = call(self.x)
+
+    def loss(self, divisors: Any) -> tuple[Any, list[Any]]:
+        """Return the loss, weighted for its share by rows, and its own divisors."""
+        ragged = any(isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) for leaf in self._leaves)
+        rows = functools.partial(_cut.rows_of, self._leaves[0])
+        with _shares.losses_by_share(self.share, divisors, rows, ragged=ragged) as own:
+            loss = self.whole_loss()
+        return loss, own
+
+    def whole_loss(self) -> Any:
+        """Return the loss of these rows as of a batch."""
+        return _keras.compute_loss(self._model, self.x, self.y, self.y_pred, self.sample_weight)
+
+
+def _divisors(
+    model: keras.Model, few: Any, cuts: list[tuple[int, int]], *, training: bool
+) -> Any | None:
+    """Return the divisors of the losses of a few rows."""
+    total: list[Any] = []
+    with _stateless(model), _trackers.withheld(model):
+        for cut in cuts:
+            _, own = _Piece(model, few, cut, training=training).loss(None)
+            if not own:
+                return None
+            total = own if not total else [a + b for a, b in zip(total, own, strict=True)]
+    return tf.stack(total)
+
+
+def _checksum(y_pred: Any) -> float:
+    """Return a number that tells whether any output of a few rows has changed."""
+    sums = [
+        tf.reduce_sum(tf.abs(tf.cast(output, tf.float64)))
+        for output in _cut.leaves(y_pred)
+        if not isinstance(output, tf.RaggedTensor | tf.SparseTensor)
+    ]
+    return float(tf.add_n(sums)) if sums else 0.0
 
 
 def _flat_results(results: dict[str, Any]) -> Iterable[tuple[str, Any]]:

@@ -25,6 +25,7 @@ def train(
     steps_per_epoch: int | None = None,
     validation_steps: int | None = None,
     validation_freq: int | list[int] = 1,
+    whole_batch_loss: bool = False,
 ) -> keras.callbacks.History:
     """Train a model as `model.fit(ds)` does, at about `1 / accum` of the activation memory.
 
@@ -57,6 +58,9 @@ def train(
             goes on across epochs, as in `model.fit`.
         validation_steps: Batches of a validation, or None for all of them.
         validation_freq: An int n, to validate each n-th epoch, or a list of 1-based epochs.
+        whole_batch_loss: Whether to take the loss of whole batches, which makes any loss over the
+            outputs exact: contrastive ones, triplets, soft F1. It costs one more forward pass,
+            and the outputs of a batch are kept.
 
     Returns:
         A `keras.callbacks.History`, also at `model.history`.
@@ -66,10 +70,10 @@ def train(
             Keras model, `callbacks` no callbacks.
         ValueError: If an argument has a wrong value: `accum < 1`, a model that is not compiled,
             an unbatched dataset, an optimizer that has `gradient_accumulation_steps` itself.
-        NotImplementedError: If micro-batches would train something else than their batch: a
-            masked or weighted mean, a loss that couples rows (tried on a few rows of the first
-            batch), a trainable BatchNormalization, a model with its own `train_step`, all with
-            `accum > 1`; or under a strategy.
+        NotImplementedError: If micro-batches would train something else than their batch, with
+            `accum > 1`: a loss that couples rows (tried on a few rows of the first batch) without
+            `whole_batch_loss`, a `train_step` that assigns to weights by itself, a stateful
+            layer; or under a strategy.
 
     Example:
         >>> x = tf.reshape(tf.range(12.0), [6, 2])
@@ -97,8 +101,9 @@ def train(
     )
     _checks.class_weight(class_weight, ds.element_spec)
     _checks.validation(validation_data)
+    _checks.whole_batch_loss(whole_batch_loss)
     if accum > 1:
-        _checks.cut_exactly(model)
+        _checks.cut_exactly(model, whole_batch_loss)
 
     if class_weight is not None:
         ds = _data.with_class_weight(ds, class_weight)
@@ -109,7 +114,7 @@ def train(
     batches = _data.Epochs(ds, steps_per_epoch, model.steps_per_execution)
     # A Python int would be traced for each value.
     pieces = tf.constant(min(accum, tf.int64.max), tf.int64)
-    step = _prepared_step(model, ds.element_spec, batches.peek(), accum)
+    step = _prepared_step(model, ds.element_spec, batches.peek(), accum, whole_batch_loss)
 
     callbacks = _report.callback_list(
         model, callbacks, verbose=verbose, epochs=epochs, steps=batches.steps
@@ -127,7 +132,7 @@ def train(
             for execution in batches.epoch():
                 if hears_of_batches:
                     callbacks.on_train_batch_begin(execution.begin_step)
-                logs = step(execution.first, execution.iterator, pieces)
+                logs = step.run(execution.first, execution.iterator, pieces)
                 if hears_of_batches:
                     callbacks.on_train_batch_end(execution.end_step, logs)
                 del execution  # Its batch must not wait in memory for the next one.
@@ -152,23 +157,30 @@ def train(
     return model.history
 
 
-def _prepared_step(model: keras.Model, element_spec: Any, batch: Any, accum: int) -> _step.Step:
+def _prepared_step(
+    model: keras.Model, element_spec: Any, batch: Any, accum: int, whole_batch_loss: bool
+) -> _step.Step:
     """Return the step of a model that is built, for batches that are known to be cut exactly."""
     steps = _step.steps_of(model)
-    key = (accum > 1, model.run_eagerly, model.jit_compile, model.steps_per_execution)
+    cuts = accum > 1
+    key = (cuts, whole_batch_loss, model.run_eagerly, model.jit_compile, model.steps_per_execution)
     prepared = (*key, str(element_spec))
-    if batch is not None:
+    if key not in steps.made:
+        steps.made[key] = _step.make_step(model, cuts, whole_batch_loss)
+    if batch is not None and prepared not in steps.prepared:
         batch = _cut.without_optionals(batch)
         _checks.first_batch(batch, element_spec)
-        if prepared not in steps.prepared:
+        if cuts and _checks.is_own(model, "train_step"):
+            _prepare.build_by_step(model, element_spec, steps.made[key])
+            _checks.cut_exactly(model, whole_batch_loss)
+        else:
             _prepare.build(model, element_spec, batch, accum)
-            if accum > 1:
-                _checks.cut_exactly(model)  # Again, for layers that have been built only now.
-                _prepare.refuse_inexact(model, batch, accum)
-            if int(_cut.rows(batch)) > 1:  # One row tells nothing of the others: ask again.
-                steps.prepared.add(prepared)
-    if key not in steps.made:
-        steps.made[key] = _step.make_step(model, accumulating=accum > 1)
+            if cuts:
+                # Again, for layers that have been built only now.
+                _checks.cut_exactly(model, whole_batch_loss)
+                _prepare.refuse_inexact(model, batch, accum, whole_batch_loss)
+        if int(_cut.rows(batch)) > 1:  # One row tells nothing of the others: ask again.
+            steps.prepared.add(prepared)
     return steps.made[key]
 
 

@@ -52,3 +52,63 @@ def test_restored_epoch(model, tmp_path):
     assert _keras.restored_epoch(model) == 3
     _keras.forget_restored_epoch(model)
     assert _keras.restored_epoch(model) is None
+
+
+def test_output_loss_trackers():
+    inputs = keras.Input([5])
+    outputs = [keras.layers.Dense(2, name=name)(inputs) for name in ("a", "b")]
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", ["mse", "mse"])
+    assert hasattr(model, "_compile_loss"), lacks(
+        "Model._compile_loss", "the losses of outputs cannot be weighted by rows"
+    )
+    assert _keras.output_loss_trackers(model) == []
+    x, y = keras.ops.ones([3, 5]), [keras.ops.ones([3, 2])] * 2
+    _keras.compute_loss(model, x, y, model(x), None)
+    names = [metric.name for metric in _keras.output_loss_trackers(model)]
+    assert names == ["a_loss", "b_loss"]
+
+
+def test_compute_loss(model):
+    assert hasattr(model, "_compute_loss"), lacks(
+        "Model._compute_loss", "an override of compute_loss without `training` cannot be called"
+    )
+    assert float(_keras.compute_loss(model, None, keras.ops.ones([3, 2]), 0.0, None)) == 1.0
+
+
+def test_training_call(model):
+    assert hasattr(model, "_call_has_training_arg"), lacks(
+        "Model._call_has_training_arg", "whether a model knows of modes cannot be told"
+    )
+    assert _keras.training_call(model)(keras.ops.ones([3, 5])).shape == (3, 2)
+
+
+def test_clear_added_losses():
+    class Adds(keras.layers.Layer):
+        def call(self, inputs):
+            self.add_loss(keras.ops.sum(inputs))
+            return inputs
+
+    model = keras.Sequential([keras.Input([5]), Adds()])
+    model(keras.ops.ones([3, 5]))
+    assert len(model.losses) == 1
+    assert hasattr(model, "_clear_losses"), lacks(
+        "Model._clear_losses", "losses that layers add would count twice under whole_batch_loss"
+    )
+    _keras.clear_added_losses(model)
+    assert model.losses == []
+
+
+def test_set_mask():
+    tensor, mask = keras.ops.ones([2]), keras.ops.ones([2], "bool")
+    _keras.set_mask(tensor, None)
+    assert _keras.mask_of(tensor) is None
+    _keras.set_mask(tensor, mask)
+    assert _keras.mask_of(tensor) is mask
+
+
+def test_update_renorm_statistics():
+    layer = keras.layers.BatchNormalization
+    assert not hasattr(layer, "renorm_momentum") or hasattr(layer, "_update_renorm_statistics"), (
+        lacks("BatchNormalization._update_renorm_statistics", "renorm=True cannot be pooled")
+    )

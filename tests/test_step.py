@@ -73,7 +73,7 @@ def nodes_of(model, accum):
     accumloop.train(model, ds(), accum, verbose=0)
     (step,) = _step.steps_of(model).made.values()
     iterator = iter(ds())
-    graph = step.get_concrete_function(
+    graph = step.run.get_concrete_function(
         iterator.get_next_as_optional(), iterator, tf.constant(accum, tf.int64)
     ).graph
     definition = graph.as_graph_def()

@@ -1,0 +1,312 @@
+"""A model's own `train_step` on a micro-batch, with all it would update once a batch withheld.
+
+What a `train_step` asks of optimizers, trackers and BatchNormalization is recorded, to be added
+up over the micro-batches and done once. That serves the `train_step` of Keras and any other,
+overridden `compute_loss` and `compute_metrics`, and several optimizers (a GAN).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from accumloop import _accumulator, _checks, _cut, _keras, _moments, _shares, _trackers
+from accumloop._shadow import shadowed
+
+Logs = dict[str, Any]
+
+
+class Parts(NamedTuple):
+    """What one micro-batch adds to its batch, in structures of tensors."""
+
+    gradients: list[list[Any]]  # of each call of an optimizer
+    numbers: list[_trackers.Number]
+    moments: list[_moments.Sums]
+    logs: dict[str, Any]  # what the step returned, but for the results of metrics
+
+
+class Outcome(NamedTuple):
+    """What a micro-step returns."""
+
+    parts: Parts
+    divisors: list[Any]  # of the losses whose shares are not those of their rows, float64 scalars
+
+
+class Application(NamedTuple):
+    """A call of an optimizer: `optimizer.<method>(gradients, variables)`."""
+
+    optimizer: keras.optimizers.Optimizer
+    variables: list[Any] | None
+    with_pairs: bool  # apply_gradients(zip(gradients, variables)), else apply(...)
+
+
+class Plan:
+    """What to do with the parts of a batch, as the trace of a micro-step has found it."""
+
+    def __init__(self) -> None:
+        self.applications: list[Application] = []
+        self.trackers: list[_trackers.Tracker] = []
+        self.moved: list[_moments.Moved] = []
+        self.results: dict[str, Any] = {}  # log name: function that reads it, or None for a part
+        self.dtypes: dict[str, Any] = {}
+
+    def parts(
+        self,
+        gradients: list[list[Any]],
+        updates: list[_trackers.Update],
+        moments: list[tuple[_moments.Moved, _moments.Sums]],
+        logs: dict[str, Any],
+        share: Any,
+    ) -> Parts:
+        """Return the parts of a micro-batch, and note whose they are."""
+        self.trackers[:] = [update.tracker for update in updates]
+        self.moved[:] = [moved for moved, _ in moments]
+        numbers = [_trackers.part_of(update, share) for update in updates]
+        return Parts(gradients, numbers, [sums for _, sums in moments], logs)
+
+    def update_once(self, parts: Parts, rows: Any) -> None:
+        """Move statistics and trackers by the parts of a whole batch."""
+        for moved, sums in zip(self.moved, parts.moments, strict=True):
+            _moments.move(moved, sums)
+        for tracker, number in zip(self.trackers, parts.numbers, strict=True):
+            _trackers.update_once(tracker, number, rows)
+
+    def logs(self, parts: Parts) -> Logs:
+        """Return what the step logs of a batch, with the results of metrics after their update."""
+        read: dict[int, Any] = {}  # A metric with several results is asked once.
+        return {
+            name: tf.cast(parts.logs[name], self.dtypes[name]) if result is None else result(read)
+            for name, result in self.results.items()
+        }
+
+    def apply(self, gradients: list[list[Any]]) -> None:
+        """Let each optimizer make its update."""
+        for (optimizer, variables, with_pairs), own in zip(
+            self.applications, gradients, strict=True
+        ):
+            if variables is None:
+                optimizer.apply(own)
+            elif with_pairs:
+                optimizer.apply_gradients(zip(own, variables, strict=True))
+            else:
+                optimizer.apply(own, variables)
+
+
+def make_micro_step(model: keras.Model, plan: Plan) -> Callable[[Any, Any, Any], Outcome]:
+    """Return `micro_step(batch, share, divisors)`: forward and backward pass, and no update.
+
+    `share` is the share of the micro-batch by its rows, and `divisors` are those of the batch,
+    both float64. `plan` is filled when it is traced.
+    """
+    scales_loss = not _checks.is_own(model, "train_step")
+
+    def micro_step(batch: Any, share: Any, divisors: Any) -> Outcome:
+        leaves = _cut.leaves(batch)
+        ragged = any(isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) for leaf in leaves)
+        with (
+            _shares.losses_by_share(
+                share, divisors, lambda: _cut.rows_of(leaves[0]), ragged=ragged
+            ) as own_divisors,
+            _withheld_applications(model) as applications,
+            _trackers.withheld(model) as updates,
+            _moments.withheld(model) as moments,
+            _results(model) as results,
+            # Cheaper than to scale gradients, which a step of its own may take from any loss.
+            _scaled_loss(model, share) if scales_loss else contextlib.nullcontext(),
+        ):
+            logs = model.train_step(batch)
+        asked = [gradients for _, gradients in applications]
+        _refuse_hidden([asked, [update[1:] for update in updates], moments, own_divisors])
+        plan.applications[:] = [application for application, _ in applications]
+        plan.results.clear()
+        gradients = [
+            own if scales_loss else [_scaled(gradient, share) for gradient in own]
+            for _, own in applications
+        ]
+        own_logs = {}
+        for name, value in _checked_logs(model, logs).items():
+            plan.results[name] = results.get(id(value), (None, None))[1]
+            if plan.results[name] is None:
+                own_logs[name], plan.dtypes[name] = _log_part(name, value, share)
+        return Outcome(plan.parts(gradients, updates, moments, own_logs, share), own_divisors)
+
+    return micro_step
+
+
+@contextlib.contextmanager
+def _withheld_applications(model: keras.Model) -> Iterator[list[tuple[Application, list[Any]]]]:
+    """Record what optimizers are asked to apply, and refuse other updates of what is trained."""
+    recorded: list[tuple[Application, list[Any]]] = []
+
+    def record(optimizer: Any, gradients: Any, variables: Any, with_pairs: bool) -> None:
+        gradients = list(gradients)
+        variables = None if variables is None else list(variables)
+        for gradient, variable in zip(gradients, variables or [], strict=variables is not None):
+            _accumulator.set_static_shape(gradient, variable.shape)
+        recorded.append((Application(optimizer, variables, with_pairs), gradients))
+
+    def shadows_of(optimizer: Any) -> dict[str, Any]:
+        def apply(grads: Any, trainable_variables: Any = None) -> None:
+            record(optimizer, grads, trainable_variables, with_pairs=False)
+
+        def apply_gradients(grads_and_vars: Any) -> Any:
+            gradients, variables = zip(*grads_and_vars, strict=True)
+            record(optimizer, gradients, variables, with_pairs=True)
+            return optimizer.iterations
+
+        return {"apply": apply, "apply_gradients": apply_gradients}
+
+    def refusing(variable: Any) -> Callable[..., Any]:
+        original = variable.assign
+
+        def assign(value: Any) -> Any:
+            if _keras.in_stateless_scope():
+                return original(value)
+            raise _assigned(model, variable)
+
+        return assign
+
+    owner = threading.get_ident()
+    unseen_apply = keras.optimizers.Optimizer.apply
+
+    def apply_unseen(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        if threading.get_ident() == owner:
+            raise _unseen(model, optimizer)
+        unseen_apply(optimizer, *args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers_of(model):
+            stack.enter_context(shadowed(optimizer, **shadows_of(optimizer)))
+        for variable in model.trainable_variables:
+            stack.enter_context(shadowed(variable, assign=refusing(variable)))
+        # Its own class: what it inherits comes back when the name is deleted.
+        keras.optimizers.Optimizer.apply = apply_unseen
+        stack.callback(delattr, keras.optimizers.Optimizer, "apply")
+        yield recorded
+
+
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Return the optimizers that a model, or a layer of it, has as attributes, in lists too."""
+    found: dict[int, keras.optimizers.Optimizer] = {}
+
+    def look(value: Any, depth: int) -> None:
+        if isinstance(value, keras.optimizers.Optimizer):
+            found.setdefault(id(value), value)
+        elif depth and isinstance(value, dict):
+            for item in list(value.values()):
+                look(item, depth - 1)
+        elif depth and isinstance(value, list | tuple | set):
+            for item in list(value):
+                look(item, depth - 1)
+
+    for layer in [model, *_keras.flatten_layers(model)]:
+        for value in list(vars(layer).values()):
+            look(value, depth=3)
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def _results(model: keras.Model) -> Iterator[dict[int, tuple[Any, Callable[..., Any]]]]:
+    """Record which tensor is the result of which metric: it is asked again after its update."""
+    results: dict[int, tuple[Any, Callable[..., Any]]] = {}  # The tensor is kept: ids are reused.
+
+    def recorder(metric: keras.metrics.Metric) -> Callable[[], Any]:
+        result = metric.result
+
+        def again(read: dict[int, Any]) -> Any:
+            if id(metric) not in read:
+                read[id(metric)] = result()
+            return read[id(metric)]
+
+        def recording() -> Any:
+            values = result()
+            if not isinstance(values, dict):
+                results.setdefault(id(values), (values, again))
+                return values
+            for key, value in values.items():
+                results[id(value)] = (value, lambda read, key=key: again(read)[key])
+            return values
+
+        return recording
+
+    with contextlib.ExitStack() as stack:
+        for metric in {id(metric): metric for metric in model.metrics}.values():
+            stack.enter_context(shadowed(metric, result=recorder(metric)))
+        yield results
+
+
+@contextlib.contextmanager
+def _scaled_loss(model: keras.Model, share: Any) -> Iterator[None]:
+    optimizer = model.optimizer
+    scale_loss = optimizer.scale_loss
+
+    def scaled(loss: Any) -> Any:
+        return scale_loss(loss * tf.cast(share, loss.dtype))
+
+    with shadowed(optimizer, scale_loss=scaled):
+        yield
+
+
+def _scaled(gradient: Any, share: Any) -> Any:
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        values = _scaled(gradient.values, share)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(share, gradient.dtype)
+
+
+def _checked_logs(model: keras.Model, logs: Any) -> Logs:
+    if logs is not None and not isinstance(logs, dict):
+        raise TypeError(
+            f"`{type(model).__name__}.train_step` must return a dict of logs, as `model.fit` "
+            f"expects it. Received: {logs!r}"
+        )
+    return logs or {}
+
+
+def _log_part(name: str, value: Any, share: Any) -> tuple[Any, Any]:
+    """Return what a micro-batch adds to a log: the mean by rows, as of a loss."""
+    try:
+        value = tf.convert_to_tensor(value)
+        return tf.cast(value, tf.float64) * share, value.dtype
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            "What a `train_step` logs must be numbers or tensors of them with accum > 1. "
+            f"Received: {name}={value!r}"
+        ) from error
+
+
+def _refuse_hidden(recorded: Any) -> None:
+    """Refuse what was recorded inside a function of its own, where it cannot be taken out of."""
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    for tensor in tf.nest.flatten(recorded, expand_composites=True):
+        if tf.is_symbolic_tensor(tensor) and tensor.graph is not graph:
+            raise NotImplementedError(
+                "With accum > 1, a `tf.function` or control flow (`tf.cond`, `tf.while_loop`) of "
+                "its own must not hold a call of an optimizer, an update of a "
+                "`keras.metrics.Mean`, a BatchNormalization in training, or a masked or weighted "
+                "loss: what they do once a batch cannot be taken out of it. "
+                f"Call them outside, or use accum=1. Received: {tensor.name} in {tensor.graph}"
+            )
+
+
+def _assigned(model: keras.Model, variable: Any) -> NotImplementedError:
+    return NotImplementedError(
+        f"`{type(model).__name__}` assigns to a trained variable by itself, which with accum > 1 "
+        "would happen once a micro-batch and cannot be put off. Let an optimizer update it, or "
+        f"use accum=1. Received: an assignment to '{variable.path}'"
+    )
+
+
+def _unseen(model: keras.Model, optimizer: Any) -> NotImplementedError:
+    return NotImplementedError(
+        f"`{type(model).__name__}.train_step` updates with an optimizer that is not an attribute "
+        "of the model: with accum > 1 its updates cannot be put off to the end of a batch. "
+        f"Make it one (`self.optimizer_2 = ...`), or use accum=1. Received: {optimizer!r}"
+    )
