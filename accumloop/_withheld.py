@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -123,6 +124,7 @@ def make_micro_step(model: keras.Model, plan: Plan) -> Callable[[Any, Any, Any],
         asked = [gradients for _, gradients in applications]
         _refuse_hidden([asked, [update[1:] for update in updates], moments, own_divisors])
         plan.applications[:] = [application for application, _ in applications]
+        _warn_of_repeated(plan.applications)
         plan.results.clear()
         gradients = [
             own if scales_loss else [_scaled(gradient, share) for gradient in own]
@@ -294,6 +296,22 @@ def _refuse_hidden(recorded: Any) -> None:
                 "loss: what they do once a batch cannot be taken out of it. "
                 f"Call them outside, or use accum=1. Received: {tensor.name} in {tensor.graph}"
             )
+
+
+def _warn_of_repeated(applications: list[Application]) -> None:
+    """Tell of a step that updates the same weights more than once, such as a critic in a loop."""
+    seen: set[int] = set()
+    for application in applications:
+        own = {id(variable) for variable in application.variables or []}
+        if own & seen:
+            warnings.warn(
+                "The `train_step` updates the same weights more than once. With accum > 1 all its "
+                "gradients are taken at the weights from before the first update, other than "
+                "under `model.fit`.",
+                stacklevel=2,
+            )
+            return
+        seen |= own
 
 
 def _assigned(model: keras.Model, variable: Any) -> NotImplementedError:

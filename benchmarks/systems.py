@@ -41,6 +41,14 @@ def _train(workload: Workload, accum: int) -> Training:
     return lambda epochs: accumloop.train(model, ds, accum, epochs=epochs, verbose=0)
 
 
+def _two_passes(workload: Workload, accum: int) -> Training:
+    """`accumloop.train` with `whole_batch_loss=True`."""
+    model, ds = _compiled(workload), dataset_of(workload)
+    return lambda epochs: accumloop.train(
+        model, ds, accum, epochs=epochs, verbose=0, whole_batch_loss=True
+    )
+
+
 def _bare(workload: Workload, accum: int) -> Training:
     """A loop written by hand for this workload: no metrics, no callbacks, no odd sizes.
 
@@ -61,7 +69,7 @@ def _bare(workload: Workload, accum: int) -> Training:
     @tf.function
     def update(x: tf.Tensor, y: tf.Tensor) -> None:
         x = tf.reshape(x, (accum, micro_batch_size, *workload.inputs))
-        y = tf.reshape(y, (accum, micro_batch_size))
+        y = tf.reshape(y, (accum, micro_batch_size, *y.shape[1:]))
         for total, gradient in zip(totals, gradients(x[0], y[0]), strict=True):
             total.assign(gradient, read_value=False)
         for index in tf.range(1, accum):
@@ -102,5 +110,6 @@ SYSTEMS = {
     "fit": System(_fit, cuts=False),
     "bare": System(_bare),
     "train": System(_train),
+    "whole_batch_loss": System(_two_passes),
     "keras_accumulation": System(_keras_accumulation),
 }

@@ -24,6 +24,7 @@ class Workload(NamedTuple):
         batch_size: Rows of a batch.
         batches: Batches of an epoch.
         epochs: Warm epochs of a run: enough of them for a few seconds.
+        vocabulary: Inputs are ids below it, and each has a class; 0 for features of rows.
     """
 
     build: Callable[[], keras.Model]
@@ -31,6 +32,7 @@ class Workload(NamedTuple):
     batch_size: int
     batches: int
     epochs: int
+    vocabulary: int = 0
 
 
 def model_of(workload: Workload) -> keras.Model:
@@ -42,10 +44,17 @@ def model_of(workload: Workload) -> keras.Model:
 def dataset_of(workload: Workload) -> tf.data.Dataset:
     """Return seeded random `(x, y)` batches from tensors in memory.
 
-    `x` is float32 of shape `(batch_size, *inputs)`, `y` int32 of shape `(batch_size,)`.
+    `x` is float32 of shape `(batch_size, *inputs)` and `y` int32 of shape `(batch_size,)`; of ids
+    both are int32 of shape `(batch_size, *inputs)`, a third of them 0 at the end of each row.
     """
     random = np.random.default_rng(_SEED)
     rows = workload.batch_size * workload.batches
+    if workload.vocabulary:
+        shape = (rows, *workload.inputs)
+        x = random.integers(1, workload.vocabulary, size=shape, dtype="int32")
+        x[:, 2 * shape[1] // 3 :] = 0
+        y = random.integers(_CLASSES, size=shape, dtype="int32")
+        return tf.data.Dataset.from_tensor_slices((x, y)).batch(workload.batch_size)
     x = random.standard_normal((rows, *workload.inputs), dtype="float32")
     y = random.integers(_CLASSES, size=rows, dtype="int32")
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(workload.batch_size)
@@ -76,8 +85,26 @@ def _cnn() -> keras.Model:
     )
 
 
+_VOCABULARY = 1000
+
+
+def _tokens(mask_zero: bool) -> keras.Model:
+    """Return layers that pass a mask on and cost the same with and without."""
+    return keras.Sequential(
+        [
+            keras.Input((64,), dtype="int32"),
+            layers.Embedding(_VOCABULARY, 64, mask_zero=mask_zero),
+            layers.Dense(256, activation="relu"),
+            layers.Dense(256, activation="relu"),
+            layers.Dense(_CLASSES),
+        ]
+    )
+
+
 WORKLOADS = {
     "small_mlp": Workload(_small_mlp, (64,), batch_size=256, batches=60, epochs=20),
     "cnn": Workload(_cnn, (28, 28, 1), batch_size=256, batches=8, epochs=5),
     "cnn_1024": Workload(_cnn, (28, 28, 1), batch_size=1024, batches=3, epochs=3),
+    "tokens": Workload(lambda: _tokens(False), (64,), 64, 20, 5, _VOCABULARY),
+    "tokens_masked": Workload(lambda: _tokens(True), (64,), 64, 20, 5, _VOCABULARY),
 }

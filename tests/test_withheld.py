@@ -295,6 +295,19 @@ def test_a_second_optimizer_sees_weights_from_before_the_first_ones_update():
         np.testing.assert_allclose(in_turn.weights[name], wanted, rtol=1e-9)
 
 
+class Repeats(keras.Sequential):
+    def train_step(self, data):
+        super().train_step(data)
+        return super().train_step(data)
+
+
+def test_a_step_that_updates_the_same_weights_twice_warns():
+    model = compiled(Repeats([keras.Input([5]), L.Dense(2)]))
+    with pytest.warns(UserWarning, match="updates the same weights more than once"):
+        accumloop.train(model, plain(), 3, verbose=0)
+    assert int(model.optimizer.iterations) == 2 * 3
+
+
 class Assigns(keras.Sequential):
     def train_step(self, data):
         logs = super().train_step(data)
