@@ -40,11 +40,6 @@ def training_call(model: keras.Model) -> Callable[[Any], Any]:
     return (lambda x: model(x, training=True)) if model._call_has_training_arg else model
 
 
-def clear_added_losses(model: keras.Model) -> None:
-    """Forget what layers have added by `add_loss`, as the next call of `model` does."""
-    model._clear_losses()
-
-
 def mask_of(tensor: Any) -> Any | None:
     """Return the mask that layers and losses attach to what they return, or None."""
     return getattr(tensor, "_keras_mask", None)

@@ -71,8 +71,8 @@ class _TwoPasses:
         """Return the loss of a whole batch."""
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        # Those that layers add belong to micro-batches: the second pass has them.
-        _keras.clear_added_losses(model)
+        # What layers add belongs to micro-batches: the second pass has it, and `model.losses`
+        # has not, as the first pass has cleared it.
         watched = [tensor for tensor in outputs.tensors if tensor.dtype.is_floating]
         weights = model.trainable_weights
         with tf.GradientTape() as tape, _trackers.withheld(model) as updates:

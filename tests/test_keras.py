@@ -83,22 +83,6 @@ def test_training_call(model):
     assert _keras.training_call(model)(keras.ops.ones([3, 5])).shape == (3, 2)
 
 
-def test_clear_added_losses():
-    class Adds(keras.layers.Layer):
-        def call(self, inputs):
-            self.add_loss(keras.ops.sum(inputs))
-            return inputs
-
-    model = keras.Sequential([keras.Input([5]), Adds()])
-    model(keras.ops.ones([3, 5]))
-    assert len(model.losses) == 1
-    assert hasattr(model, "_clear_losses"), lacks(
-        "Model._clear_losses", "losses that layers add would count twice under whole_batch_loss"
-    )
-    _keras.clear_added_losses(model)
-    assert model.losses == []
-
-
 def test_set_mask():
     tensor, mask = keras.ops.ones([2]), keras.ops.ones([2], "bool")
     _keras.set_mask(tensor, None)
