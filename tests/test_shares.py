@@ -322,7 +322,9 @@ def test_every_loss_of_keras(name, masked, reduction):
     if name in COUPLED:
         with pytest.raises(NotImplementedError, match="whole_batch_loss=True"):
             train(case, 3)
-    assert_same(fit(case), train(case, 3, whole_batch_loss=name in COUPLED))
+    # TensorFlow computes CTC in float32, whatever it is given.
+    rtol = 1e-6 if name == "CTC" else 1e-9
+    assert_same(fit(case), train(case, 3, whole_batch_loss=name in COUPLED), rtol)
 
 
 def rng_labels(low, high, shape):
