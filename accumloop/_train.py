@@ -163,13 +163,15 @@ def _prepared_step(
     """Return the step of a model that is built, for batches that are known to be cut exactly."""
     steps = _step.steps_of(model)
     cuts = accum > 1
+    whole_batch_loss = whole_batch_loss and cuts  # Of one micro-batch it is the same step.
     key = (cuts, whole_batch_loss, model.run_eagerly, model.jit_compile, model.steps_per_execution)
     prepared = (*key, str(element_spec))
     if key not in steps.made:
         steps.made[key] = _step.make_step(model, cuts, whole_batch_loss)
-    if batch is not None and prepared not in steps.prepared:
+    if batch is not None:
         batch = _cut.without_optionals(batch)
         _checks.first_batch(batch, element_spec)
+    if batch is not None and prepared not in steps.prepared:
         if cuts and _checks.is_own(model, "train_step"):
             _prepare.build_by_step(model, element_spec, steps.made[key])
             _checks.cut_exactly(model, whole_batch_loss)

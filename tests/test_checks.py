@@ -535,6 +535,20 @@ def test_a_first_batch_of_one_row_is_not_taken_for_proof():
         accumloop.train(model, ds(), 3, verbose=0)
 
 
+@pytest.mark.parametrize("accum", [1, 3])
+def test_rows_that_disagree_are_refused_in_a_second_run_too(accum):
+    def pairs(rows):
+        spec = tf.TensorSpec([None, 5], tf.float64), tf.TensorSpec([None, 2], tf.float64)
+        return tf.data.Dataset.from_generator(
+            lambda: iter([(np.ones([10, 5]), np.ones([rows, 2]))]), output_signature=spec
+        )
+
+    model = make_model()
+    accumloop.train(model, pairs(10), accum, verbose=0)
+    with pytest.raises(ValueError, match="same number of rows"):
+        accumloop.train(model, pairs(9), accum, verbose=0)
+
+
 def test_unbatched_of_unknown_rank():
     unknown = tf.data.Dataset.from_generator(lambda: iter([1.0, 2.0]), output_types=tf.float64)
     refuse(ValueError, r"ds = ds\.batch\(batch_size\)", data=unknown)

@@ -69,6 +69,15 @@ def test_traces_of_xla():
     assert layer.traces == 1
 
 
+def test_whole_batch_loss_of_one_micro_batch_is_the_same_step():
+    layer = Counting()
+    model = make_model(keras.Input([5]), layer)
+    accumloop.train(model, ds(), 1, verbose=0)
+    traces = layer.traces
+    accumloop.train(model, ds(), 1, verbose=0, whole_batch_loss=True)
+    assert layer.traces == traces
+
+
 def nodes_of(model, accum):
     accumloop.train(model, ds(), accum, verbose=0)
     (step,) = _step.steps_of(model).made.values()
