@@ -185,20 +185,17 @@ class _Piece:
     def __init__(
         self, model: keras.Model, few: Any, cut: tuple[int, int], *, training: bool
     ) -> None:
-        rows = _cut.take(few, *cut)
         self._model = model
-        self._leaves = _cut.leaves(rows)
+        self._rows = _cut.take(few, *cut)
         self.share = float(_cut.shares(cut[1] - cut[0], _cut.rows(few)))
-        self.x, self.y, self.sample_weight = keras.utils.unpack_x_y_sample_weight(rows)
+        self.x, self.y, self.sample_weight = keras.utils.unpack_x_y_sample_weight(self._rows)
         call = _keras.training_call(model) if training else model
         with _trackers.withheld(model) as self.updates:
             self.y_pred = call(self.x)
 
     def loss(self, divisors: Any) -> tuple[Any, list[Any]]:
         """Return the loss, weighted for its share by rows, and its own divisors."""
-        ragged = any(isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) for leaf in self._leaves)
-        rows = functools.partial(_cut.rows_of, self._leaves[0])
-        with _shares.losses_by_share(self.share, divisors, rows, ragged=ragged) as own:
+        with _shares.losses_by_share(self._rows, self.share, divisors) as own:
             loss = self.whole_loss()
         return loss, own
 

@@ -27,13 +27,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from accumloop import _keras
+from accumloop import _cut, _keras
 from accumloop._shadow import shadowed
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -42,19 +42,15 @@ _lock = threading.RLock()
 
 
 @contextlib.contextmanager
-def losses_by_share(
-    row_share: Any, divisors: Any | None, rows: Callable[[], Any], *, ragged: bool
-) -> Iterator[list[Any]]:
+def losses_by_share(batch: Any, row_share: Any, divisors: Any | None) -> Iterator[list[Any]]:
     """Let each loss return its value times its share over the share of rows.
 
     Args:
+        batch: The micro-batch, a nested structure of tensors.
         row_share: The share of the micro-batch by its rows, a float scalar tensor.
         divisors: The divisors of the batch, a float64 vector, in the order in which the losses
             whose share is not that of their rows are called; or None, to leave those losses as
             they are and only learn the divisors of the micro-batch.
-        rows: Returns the rows of the micro-batch, an int64 scalar tensor.
-        ragged: Whether the batch holds ragged or sparse tensors, so that inner sizes may
-            differ from micro-batch to micro-batch.
 
     Yields:
         A list that fills with the divisors of the micro-batch, float64 scalar tensors.
@@ -62,6 +58,9 @@ def losses_by_share(
     Raises:
         NotImplementedError: Within, by a loss whose share cannot be told.
     """
+    leaves = _cut.leaves(batch)
+    # Inner sizes may differ from micro-batch to micro-batch.
+    ragged = any(isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) for leaf in leaves)
     with _lock:
         original = keras.losses.Loss.__call__
         owner = threading.get_ident()
@@ -102,7 +101,9 @@ def losses_by_share(
                 _refuse_varying(loss, values, ragged)
                 if _is_of_keras(loss):
                     return result
-                with tf.control_dependencies(_checks_of_rows(loss, values, rows())):
+                with tf.control_dependencies(
+                    _checks_of_rows(loss, values, _cut.rows_of(leaves[0]))
+                ):
                     return tf.identity(result)
             divisor = tf.reduce_sum(counted)
             own_divisors.append(divisor)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from accumloop import _checks, _cut, _moments, _optimizers, _shares, _trackers
+from accumloop import _checks, _moments, _optimizers, _shares, _trackers
 from accumloop._shadow import shadowed
 
 Logs = dict[str, Any]
@@ -89,12 +89,8 @@ def make_micro_step(model: keras.Model, plan: Plan) -> Callable[[Any, Any, Any],
     scales_loss = not _checks.is_own(model, "train_step")
 
     def micro_step(batch: Any, share: Any, divisors: Any) -> Outcome:
-        leaves = _cut.leaves(batch)
-        ragged = any(isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) for leaf in leaves)
         with (
-            _shares.losses_by_share(
-                share, divisors, lambda: _cut.rows_of(leaves[0]), ragged=ragged
-            ) as own_divisors,
+            _shares.losses_by_share(batch, share, divisors) as own_divisors,
             _optimizers.withheld(model) as applications,
             _trackers.withheld(model) as updates,
             _moments.withheld(model) as moments,
