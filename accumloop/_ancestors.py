@@ -39,6 +39,14 @@ def function_of(concrete: Any, fetches: list[Any]) -> Callable[..., list[Any]]:
     return function
 
 
+def nodes_of(graph: Any) -> list[Any]:
+    """Return the nodes of a graph and of the functions that it calls."""
+    definition = graph.as_graph_def()
+    # `library` is what TensorFlow calls those functions.
+    called = [node for function in definition.library.function for node in function.node_def]
+    return [*definition.node, *called]
+
+
 def _needed(definition: Any, names: list[str]) -> set[str]:
     """Return the names of nodes and of all that they depend on."""
     inputs = {node.name: node.input for node in definition.node}

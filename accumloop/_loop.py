@@ -23,6 +23,19 @@ def as_function(model: keras.Model, function: Callable[..., Any], **options: Any
     return function if model.run_eagerly else tf.function(function, **options)
 
 
+def trace_of_eager(function: Callable[..., Any], arguments: list[Any], refusal: str) -> Any:
+    """Return a trace of a function that is meant to run eagerly, to see what it does.
+
+    Raises:
+        NotImplementedError: With the text `refusal`, if it cannot be traced.
+    """
+    traced = tf.function(tf.autograph.experimental.do_not_convert(function))
+    try:
+        return traced.get_concrete_function(*arguments)
+    except Exception as error:  # Whatever a model that is meant to run eagerly raises in a graph.
+        raise NotImplementedError(refusal) from error
+
+
 def total_of(
     micro_step: Any, model: keras.Model, *, has_divisors: bool | None = None
 ) -> Callable[[Arguments, Any], Any]:
@@ -94,7 +107,15 @@ class _EagerTotal:
         kinds = _present(parts)
         if any(isinstance(part, tf.IndexedSlices) for part in kinds):
             if not self._kinds:
-                self._kinds.extend(_traced(self._micro_step, arguments, divisors))
+                # Only a graph tells where slices come from.
+                trace = trace_of_eager(
+                    self._micro_step,
+                    [*arguments(0), divisors],
+                    "With accum > 1 and `run_eagerly=True`, a model that looks up rows of a table "
+                    "must be one that can be traced, to see how it does. Compile with "
+                    "run_eagerly=False, or use accum=1.",
+                )
+                self._kinds.extend(_present(trace.structured_outputs[0]))
             kinds = self._kinds
         return packed(parts, _accumulator.value(sums, kinds))
 
@@ -124,20 +145,6 @@ def _restored(model: keras.Model) -> Iterator[None]:
             metric.reset_state()  # Built by this very step.
     for variable, value in before:
         variable.assign(value)
-
-
-def _traced(micro_step: Any, arguments: Arguments, divisors: Any) -> list[Any]:
-    """Return the parts of a trace: only a graph tells where slices come from."""
-    trace = tf.function(tf.autograph.experimental.do_not_convert(micro_step))
-    try:
-        trace = trace.get_concrete_function(*arguments(0), divisors)
-    except Exception as error:  # Whatever a model that is meant to run eagerly raises in a graph.
-        raise NotImplementedError(
-            "With accum > 1 and `run_eagerly=True`, a model that looks up rows of a table must be "
-            "one that can be traced, to see how it does. Compile with run_eagerly=False, or use "
-            "accum=1."
-        ) from error
-    return _present(trace.structured_outputs[0])
 
 
 def _present(parts: Any) -> list[Any]:

@@ -6,9 +6,6 @@ loss, d_outputs = loss and gradient of the loss of the batch, on all outputs
 for each micro-batch:
     gradient += gradient of sum(model(micro_batch) * its part of d_outputs)
 ```
-
-The first pass runs in a `keras.StatelessScope`: what it would move (seeds, statistics) passes
-from micro-batch to micro-batch and is dropped, so that the second pass draws the same again.
 """
 
 from __future__ import annotations
@@ -20,16 +17,9 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from accumloop import _accumulator, _cut, _keras, _loop, _moments, _trackers, _withheld
+from accumloop import _accumulator, _cut, _first_pass, _keras, _loop, _moments, _trackers, _withheld
 
 Logs = dict[str, Any]
-
-
-class _Outputs(NamedTuple):
-    """The outputs of rows, flat, without the `None`s among them."""
-
-    tensors: list[Any]
-    masks: list[Any]  # of each output, or None
 
 
 class _Loss(NamedTuple):
@@ -47,27 +37,11 @@ class _TwoPasses:
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         self._call = _keras.training_call(model)
-        self._structure: Any = None  # of the outputs: where they are not None
         self.loss_trackers: list[_trackers.Tracker] = []
         self.plan = _withheld.Plan()
+        self.outputs_of = _first_pass.FirstPass(model)
 
-    def forward(self, x: Any, state: list[Any]) -> tuple[_Outputs, list[Any]]:
-        """Return the outputs of a micro-batch, and the state that it leaves."""
-        model = self._model
-        moving = model.non_trainable_variables
-        others = [*model.trainable_variables, *model.metrics_variables]
-        mapping = [(variable, tf.convert_to_tensor(variable.value)) for variable in others]
-        mapping += zip(moving, state, strict=True)
-        with keras.StatelessScope(mapping, collect_losses=True) as scope:
-            y_pred = self._call(x)
-        _refuse_unknown_state(scope, [variable for variable, _ in mapping])
-        self._structure = tf.nest.map_structure(lambda leaf: leaf is not None, y_pred)
-        tensors = _cut.leaves(y_pred)
-        _refuse_rowless(tensors)
-        masks = [_keras.mask_of(tensor) for tensor in tensors]
-        return _Outputs(tensors, masks), [scope.get_current_value(v) for v in moving]
-
-    def loss(self, batch: Any, outputs: _Outputs) -> _Loss:
+    def loss(self, batch: Any, outputs: _first_pass.Outputs) -> _Loss:
         """Return the loss of a whole batch."""
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
@@ -77,7 +51,7 @@ class _TwoPasses:
         weights = model.trainable_weights
         with tf.GradientTape() as tape, _trackers.withheld(model) as updates:
             tape.watch(watched)
-            loss = _keras.compute_loss(model, x, y, self.y_pred(outputs), sample_weight)
+            loss = _keras.compute_loss(model, x, y, self.outputs_of.y_pred(outputs), sample_weight)
             scaled = model.optimizer.scale_loss(loss)
         gradients = iter(tape.gradient(scaled, [*watched, *weights]))
         of_outputs = [
@@ -119,21 +93,11 @@ class _TwoPasses:
             return
         self._model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
 
-    def y_pred(self, outputs: _Outputs) -> Any:
-        """Return outputs as the model returns them, with their masks."""
-        for tensor, mask in zip(*outputs, strict=True):
-            _keras.set_mask(tensor, mask)
-        tensors = iter(outputs.tensors)
-        return tf.nest.map_structure(
-            lambda present: next(tensors) if present else None, self._structure
-        )
-
 
 def make_update(model: keras.Model) -> Callable[..., Logs]:
     """Return `update(batch, accum) -> logs`: two passes over the micro-batches of a batch."""
     passes = _TwoPasses(model)
     options = {"jit_compile": model.jit_compile}
-    forward = _loop.as_function(model, passes.forward, **options)
     loss_of = _loop.as_function(model, passes.loss, **options)
     apply = _loop.as_function(model, passes.apply, **options)
     backward = _loop.as_function(model, passes.backward, **options)
@@ -142,7 +106,7 @@ def make_update(model: keras.Model) -> Callable[..., Logs]:
     def update(batch: Any, accum: Any) -> Logs:
         cut = _cut.Cut(batch, accum)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(cut.batch)
-        outputs = _collected(model, forward, x, cut)
+        outputs = passes.outputs_of(x, cut)
         whole = loss_of(cut.batch, outputs)
         inputs = (x, whole.of_outputs)
         parts = total(lambda index: (cut.of(inputs, index), cut.share(index)), cut.pieces)
@@ -153,7 +117,7 @@ def make_update(model: keras.Model) -> Callable[..., Logs]:
         passes.plan.update_once(parts, cut.rows)
         for tracker, number in zip(passes.loss_trackers, whole.numbers, strict=True):
             _trackers.update_once(tracker, number, cut.rows)
-        y_pred = passes.y_pred(outputs)
+        y_pred = passes.outputs_of.y_pred(outputs)
         return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
     return _loop.as_function(model, update)
@@ -181,104 +145,3 @@ def _sum(gradient: Any, other: Any) -> Any:
             gradient.dense_shape,
         )
     return tf.add_n([tf.convert_to_tensor(part) for part in present])
-
-
-def _collected(model: keras.Model, forward: Any, x: Any, cut: _cut.Cut) -> _Outputs:
-    """Return the outputs of all micro-batches, put together."""
-    state = [tf.convert_to_tensor(variable.value) for variable in model.non_trainable_variables]
-    first = cut.of(x, tf.constant(0, tf.int64))
-    if model.run_eagerly:
-        concrete = _traced(forward, first, state)
-    else:
-        concrete = forward.get_concrete_function(first, state)
-    _refuse_moving(concrete)
-    example, _ = concrete.structured_outputs
-    like = _cut.leaves(example)
-    arrays = [_accumulator.empty_array(tensor, cut.pieces) for tensor in like]
-
-    def body(index: Any, arrays: list[Any], state: list[Any]) -> Any:
-        outputs, state = forward(cut.of(x, index), state)
-        with tf.control_dependencies(_checks_of_rows(outputs.tensors, cut.rows_of(index))):
-            at = tf.cast(index, tf.int32)
-        tensors = _cut.leaves(outputs)
-        arrays = [array.write(at, tensor) for array, tensor in zip(arrays, tensors, strict=True)]
-        return index + 1, arrays, state
-
-    _, arrays, _ = tf.while_loop(
-        lambda index, *_: index < cut.pieces,
-        body,
-        [tf.constant(0, tf.int64), arrays, state],
-        parallel_iterations=1,
-    )
-    whole = [array.concat() for array in arrays]
-    for tensor, part in zip(whole, like, strict=True):
-        tensor.set_shape([None, *part.shape[1:]])
-    return _loop.packed(example, whole)
-
-
-def _traced(forward: Any, x: Any, state: list[Any]) -> Any:
-    """Return a trace of the forward pass of a model that runs eagerly."""
-    function = tf.function(tf.autograph.experimental.do_not_convert(forward))
-    try:
-        return function.get_concrete_function(x, state)
-    except Exception as error:  # Whatever a model that is meant to run eagerly raises in a graph.
-        raise NotImplementedError(
-            "With whole_batch_loss=True and `run_eagerly=True`, a model must be one that can be "
-            "traced, to see whether it draws what cannot be drawn again. Compile with "
-            "run_eagerly=False."
-        ) from error
-
-
-def _checks_of_rows(tensors: list[Any], rows: Any) -> list[Any]:
-    checks = [
-        tf.debugging.assert_equal(
-            tf.shape(tensor, out_type=tf.int64)[0],
-            rows,
-            message="With whole_batch_loss=True, each output of the model must have the rows of "
-            "its inputs.",
-        )
-        for tensor in tensors
-    ]
-    return [check for check in checks if check is not None]
-
-
-def _refuse_rowless(tensors: list[Any]) -> None:
-    for tensor in tensors:
-        if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor) or tensor.shape.rank == 0:
-            raise NotImplementedError(
-                "With whole_batch_loss=True, each output of the model must be a dense tensor with "
-                f"the rows of its inputs. Received: {tensor}"
-            )
-
-
-def _refuse_unknown_state(scope: keras.StatelessScope, known: list[Any]) -> None:
-    """Refuse state that the model does not list: the second pass would find it moved."""
-    if set(scope.state_mapping) - {id(variable) for variable in known}:
-        raise NotImplementedError(
-            "With whole_batch_loss=True, the second pass draws again what the first one drew, and "
-            "a layer moves a variable that the model does not track, such as the global seed "
-            "generator. Give the layer a `keras.random.SeedGenerator` as an attribute, and pass "
-            "it as `seed`."
-        )
-
-
-# Ops that draw from, or move, what is no Keras variable.
-_MOVING = (
-    *("Random", "Multinomial", "TruncatedNormal", "ParameterizedTruncatedNormal", "Rng"),
-    *("StatefulRandom", "StatefulStandardNormal", "StatefulTruncatedNormal", "StatefulUniform"),
-    *("Assign", "ResourceScatter"),
-)
-
-
-def _refuse_moving(concrete: Any) -> None:
-    """Refuse a forward pass that would not be the same a second time."""
-    definition = concrete.graph.as_graph_def()
-    functions = [node for function in definition.library.function for node in function.node_def]
-    moving = {n.op for n in [*definition.node, *functions] if n.op.startswith(_MOVING)}
-    if moving:
-        raise NotImplementedError(
-            "With whole_batch_loss=True, the second pass must draw what the first one drew, and "
-            "raw TensorFlow ops that draw or assign cannot be put back. Draw with `keras.random` "
-            "and a `keras.random.SeedGenerator`, and keep state in Keras variables. "
-            f"Received: {sorted(moving)}"
-        )

@@ -10,7 +10,7 @@ import tensorflow as tf
 from oracle import batches, data
 
 import accumloop
-from accumloop import _data, _step
+from accumloop import _ancestors, _data, _step
 
 x, labels, targets, weights = data()
 L = keras.layers
@@ -69,6 +69,14 @@ def test_traces_of_xla():
     assert layer.traces == 1
 
 
+def test_an_eager_model_is_traced_once_for_the_first_of_two_passes():
+    layer = Counting()
+    model = make_model(keras.Input([5]), layer, run_eagerly=True)
+    layer.traces = 0
+    accumloop.train(model, ds(), 3, epochs=2, verbose=0, whole_batch_loss=True)
+    assert layer.traces == 1
+
+
 def test_whole_batch_loss_of_one_micro_batch_is_the_same_step():
     layer = Counting()
     model = make_model(keras.Input([5]), layer)
@@ -85,9 +93,7 @@ def nodes_of(model, accum):
     graph = step.run.get_concrete_function(
         iterator.get_next_as_optional(), iterator, tf.constant(accum, tf.int64)
     ).graph
-    definition = graph.as_graph_def()
-    functions = [node for function in definition.library.function for node in function.node_def]
-    return [*definition.node, *functions]
+    return _ancestors.nodes_of(graph)
 
 
 def test_the_graph_does_not_grow_with_the_number_of_micro_batches():
