@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from accumloop import _checks, _cut, _data, _keras, _prepare, _report, _step
+from accumloop import _build, _checks, _cut, _data, _keras, _report, _step, _trial
 
 
 def train(
@@ -173,14 +173,14 @@ def _prepared_step(
         _checks.first_batch(batch, element_spec)
     if batch is not None and prepared not in steps.prepared:
         if cuts and _checks.is_own(model, "train_step"):
-            _prepare.build_by_step(model, element_spec, steps.made[key])
+            _build.build_by_step(model, element_spec, steps.made[key])
             _checks.cut_exactly(model, whole_batch_loss)
         else:
-            _prepare.build(model, element_spec, batch, accum)
+            _build.build(model, element_spec, batch, accum)
             if cuts:
                 # Again, for layers that have been built only now.
                 _checks.cut_exactly(model, whole_batch_loss)
-                _prepare.refuse_inexact(model, batch, accum, whole_batch_loss)
+                _trial.refuse_inexact(model, batch, accum, whole_batch_loss)
         if int(_cut.rows(batch)) > 1:  # One row tells nothing of the others: ask again.
             steps.prepared.add(prepared)
     return steps.made[key]

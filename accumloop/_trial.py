@@ -1,4 +1,4 @@
-"""Before training: build what is not built, and ask a few rows whether cutting is exact.
+"""Whether cutting is exact, asked of a few rows before training.
 
 Cutting a batch is exact if its loss is the sum of its micro-batches' weighted losses. That
 cannot be read off a loss function, but it can be tried: a few rows of the first batch, as one
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from accumloop import _checks, _cut, _keras, _moments, _shares, _step, _trackers
+from accumloop import _cut, _keras, _moments, _shares, _trackers
 
 _LEAST_ROWS, _MOST_ROWS = 3, 32
 # Far above rounding, which differs between batch sizes, and far below what coupled rows do.
@@ -36,50 +36,13 @@ class _Trial(NamedTuple):
     moved: list[str]  # the paths of the weights that the forward passes moved
 
 
-def build(model: keras.Model, element_spec: Any, batch: Any, accum: int) -> None:
-    """Create the variables of model and optimizer, which callbacks need in `on_train_begin`.
-
-    By a trace, as the first step of `fit` does, and without running anything. Metrics are built
-    in the step. A model with its own `train_step` is left to build itself in its first step: what
-    it calls its layers with is its own business. So is one that runs eagerly, and may not be
-    traced; only to be cut it is run on a few rows.
-    """
-    if _checks.is_own(model, "train_step"):
-        return
-    if not all(layer.built for layer in [model, *_keras.flatten_layers(model)]):
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
-        if not model.run_eagerly:
-            call = tf.autograph.experimental.do_not_convert(_keras.training_call(model))
-            # What has no shape is missing: a None, or an Optional in its place.
-            x = tf.nest.map_structure(lambda spec: spec if hasattr(spec, "shape") else None, x)
-            tf.function(call).get_concrete_function(x)
-        elif accum > 1:
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(_few(batch, accum))
-            model(x)
-        else:
-            return
-    if not model.optimizer.built:
-        # In the scope in which its first update would have built it: paths are those of fit.
-        with keras.name_scope(model.optimizer.name, caller=model.optimizer):
-            model.optimizer.build(model.trainable_variables)
-
-
-def build_by_step(model: keras.Model, element_spec: Any, step: _step.Step) -> None:
-    """Create the variables of a model with its own `train_step`, by a trace of its update.
-
-    It is the trace that training will use.
-    """
-    if not model.run_eagerly:
-        step.update.get_concrete_function(element_spec, tf.TensorSpec([], tf.int64))
-
-
 def refuse_inexact(model: keras.Model, batch: Any, accum: int, whole_batch_loss: bool) -> None:
     """Raise if the micro-batches of `batch` would not add up to it, warn if its metrics do not.
 
     Raises:
         NotImplementedError: If the loss of a few rows is not the sum of its parts.
     """
-    few = _few(batch, accum)
+    few = few_rows(batch, accum)
     rows = int(_cut.rows(few))
     attempt = functools.partial(_try, model, few, outputs_only=whole_batch_loss)
     whole = attempt([(0, rows)], training=True)
@@ -265,7 +228,7 @@ def _warn_of(names: list[str], message: str) -> None:
         warnings.warn(message.format(names), stacklevel=5)
 
 
-def _few(batch: Any, accum: int) -> Any:
+def few_rows(batch: Any, accum: int) -> Any:
     """Return the first rows, at most a micro-batch: that many fit in memory, but at least three.
 
     Of a ragged batch, return two neighbours of different lengths.
