@@ -9,7 +9,8 @@ history = accumloop.train(model, ds, accum=8, epochs=3)  # the updates of model.
 ```
 """
 
+from accumloop._accumulate import Accumulate
 from accumloop._train import train
 from accumloop._version import __version__
 
-__all__ = ["__version__", "train"]
+__all__ = ["Accumulate", "__version__", "train"]

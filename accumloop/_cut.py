@@ -41,6 +41,11 @@ class Cut:
         return tf.gather(self._shares, index)
 
 
+def pieces_of(accum: int) -> Any:
+    """Return `accum` for a step: a Python int would be traced for each value."""
+    return tf.constant(min(accum, tf.int64.max), tf.int64)
+
+
 def leaves(batch: Any) -> list[Any]:
     """Return the tensors of a batch, in the order of `tf.nest`, without its `None`s."""
     return [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]

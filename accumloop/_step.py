@@ -46,6 +46,11 @@ def steps_of(model: keras.Model) -> Steps:
     return steps
 
 
+def forget(model: keras.Model) -> None:
+    """Let the steps of a model be made anew."""
+    vars(model).pop("_accumloop_steps", None)
+
+
 def make_step(model: keras.Model, accumulating: bool, whole_batch_loss: bool) -> Step:
     """Return `step(first, iterator, accum) -> logs`: the updates of one execution.
 

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from accumloop import _build, _checks, _cut, _data, _keras, _report, _step, _trial
+from accumloop import _accumulate, _checks, _cut, _data, _keras, _prepare, _report, _swap
 
 
 def train(
@@ -88,9 +88,12 @@ def train(
         - [`keras.Model.fit`](https://keras.io/api/models/model_training_apis/#fit-method)
     """
     _checks.accum(accum)
+    if isinstance(model, keras.Model):
+        _swap.put_back(model)
     _checks.model(model)
     _checks.dataset(ds)
     _checks.callbacks(callbacks)
+    _accumulate.refuse(callbacks)
     _checks.numbers_of_steps(
         epochs=epochs,
         initial_epoch=initial_epoch,
@@ -112,9 +115,8 @@ def train(
         "steps_per_epoch", steps_per_epoch, _keras.debugging_limit("max_steps_per_epoch")
     )
     batches = _data.Epochs(ds, steps_per_epoch, model.steps_per_execution)
-    # A Python int would be traced for each value.
-    pieces = tf.constant(min(accum, tf.int64.max), tf.int64)
-    step = _prepared_step(model, ds.element_spec, batches.peek(), accum, whole_batch_loss)
+    step = _prepare.prepared_step(model, ds.element_spec, batches.peek(), accum, whole_batch_loss)
+    pieces = _cut.pieces_of(accum)
 
     callbacks = _report.callback_list(
         model, callbacks, verbose=verbose, epochs=epochs, steps=batches.steps
@@ -155,35 +157,6 @@ def train(
     finally:
         _keras.forget_restored_epoch(model)
     return model.history
-
-
-def _prepared_step(
-    model: keras.Model, element_spec: Any, batch: Any, accum: int, whole_batch_loss: bool
-) -> _step.Step:
-    """Return the step of a model that is built, for batches that are known to be cut exactly."""
-    steps = _step.steps_of(model)
-    cuts = accum > 1
-    whole_batch_loss = whole_batch_loss and cuts  # Of one micro-batch it is the same step.
-    key = (cuts, whole_batch_loss, model.run_eagerly, model.jit_compile, model.steps_per_execution)
-    prepared = (*key, str(element_spec))
-    if key not in steps.made:
-        steps.made[key] = _step.make_step(model, cuts, whole_batch_loss)
-    if batch is not None:
-        batch = _cut.without_optionals(batch)
-        _checks.first_batch(batch, element_spec)
-    if batch is not None and prepared not in steps.prepared:
-        if cuts and _checks.is_own(model, "train_step"):
-            _build.build_by_step(model, element_spec, steps.made[key])
-            _checks.cut_exactly(model, whole_batch_loss)
-        else:
-            _build.build(model, element_spec, batch, accum)
-            if cuts:
-                # Again, for layers that have been built only now.
-                _checks.cut_exactly(model, whole_batch_loss)
-                _trial.refuse_inexact(model, batch, accum, whole_batch_loss)
-        if int(_cut.rows(batch)) > 1:  # One row tells nothing of the others: ask again.
-            steps.prepared.add(prepared)
-    return steps.made[key]
 
 
 def _limited(name: str, value: Any, limit: int | None) -> Any:

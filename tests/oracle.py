@@ -95,13 +95,25 @@ def outcome_of(model: keras.Model, run: Callable[..., Any], case: Case, **more: 
 def fit(case: Case, **more: Any) -> Outcome:
     """Return what `model.fit` does on whole batches."""
     model = fresh_model(case)
-    return outcome_of(model, functools.partial(model.fit, shuffle=False), case, **more)
+    arguments = {"shuffle": False} | case.arguments | more
+    return outcome_of(model, model.fit, case, **arguments)
 
 
 def train(case: Case, accum: int, **more: Any) -> Outcome:
     """Return what `accumloop.train` does."""
     model = fresh_model(case)
     return outcome_of(model, lambda ds, **kw: accumloop.train(model, ds, accum, **kw), case, **more)
+
+
+def accumulate(case: Case, accum: int, whole_batch_loss: bool = False, **more: Any) -> Outcome:
+    """Return what `model.fit` does with `accumloop.Accumulate` among its callbacks."""
+
+    def run(ds: Any, *, callbacks: list, **arguments: Any) -> Any:
+        own = accumloop.Accumulate(accum, whole_batch_loss)
+        return model.fit(ds, callbacks=[own, *callbacks], **{"shuffle": False} | arguments)
+
+    model = fresh_model(case)
+    return outcome_of(model, run, case, **more)
 
 
 def assert_same(expected: Outcome, actual: Outcome, rtol: float = RTOL) -> None:
