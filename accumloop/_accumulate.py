@@ -34,7 +34,7 @@ class Accumulate(keras.callbacks.Callback):
             train something else than their batch, as in `train`.
 
     Example:
-        >>> x = tf.reshape(tf.range(12.0), [6, 2])
+        >>> x = keras.ops.reshape(keras.ops.arange(12.0), [6, 2])
         >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
         >>> model.compile(keras.optimizers.SGD(0.001), "mse")
         >>> history = model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[Accumulate(2)])

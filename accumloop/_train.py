@@ -121,7 +121,6 @@ def train(
     callbacks = _report.callback_list(
         model, callbacks, verbose=verbose, epochs=epochs, steps=batches.steps
     )
-    hears_of_batches = _report.hears_of_batches(callbacks)
     model.stop_training = False
     _keras.forget_restored_epoch(model)  # Of a `fit` before: this run has its own backup or none.
     try:
@@ -131,6 +130,7 @@ def train(
         for epoch in range(_keras.restored_epoch(model) or initial_epoch, epochs):
             model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
+            hears_of_batches = _report.hears_of_batches(callbacks)
             for execution in batches.epoch():
                 if hears_of_batches:
                     callbacks.on_train_batch_begin(execution.begin_step)
