@@ -1,152 +1,224 @@
-"""What micro-batches add up to: sums that start at zero, and slices that are put together.
-
-```
-total = zeros(parts)
-for each micro-batch:  total = add(total, parts, index)
-result = value(total)
-```
-
-A dense tensor is summed in float32 or wider. `tf.IndexedSlices` are not summed but collected,
-in row order, so that the optimizer gets the very slices that a whole batch would have given:
-Keras' optimizers treat repeated rows one by one (Adam squares each occurrence), and a dense
-sum would train something else. The totals are plain tensors, carried from one micro-batch to
-the next by the loop: TensorFlow adds in place, and they are gone when the update is done.
-"""
+"""GradientAccumulator: the weighted mean of gradients, for a training loop written by hand."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import numbers
+from collections.abc import Sequence
+from typing import Any
 
+import keras
 import tensorflow as tf
 
-
-class _Slices(NamedTuple):
-    """The `tf.IndexedSlices` of the micro-batches so far."""
-
-    values: tf.TensorArray
-    indices: tf.TensorArray
-    dense_shape: Any
+from accumloop import _totals
 
 
-def wide(dtype: tf.DType) -> tf.DType:
-    """Return the dtype to sum `dtype` in: itself, but at least float32."""
-    return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
+class GradientAccumulator:
+    """The weighted mean of the gradients of micro-batches, for a training loop of your own.
 
+    ```
+    add(gradients, weight):  total += weight * gradients;  weights += weight
+    value():                 total / weights
+    ```
 
-def set_static_shape(gradient: Any, shape: tuple[int, ...]) -> None:
-    """Tell a gradient, which may be None, the shape of its variable: a loop can forget it."""
-    if isinstance(gradient, tf.IndexedSlices):
-        gradient.values.set_shape([None, *shape[1:]])
-    elif gradient is not None:
-        gradient.set_shape(shape)
+    The gradients of means over rows, weighted by their rows, give the gradient of the mean over
+    the whole batch. Sums are taken in float32 or wider. `tf.IndexedSlices` are put together and
+    stay slices: optimizers of Keras treat repeated rows one by one. Those that a lookup of a
+    `tf.SparseTensor` has summed already are summed again, where a graph shows where they come
+    from: neither eagerly, nor out of a `tf.function` within the one that adds.
 
-
-def zeros(parts: list[Any], pieces: Any) -> list[Any]:
-    """Return the totals before the first of `pieces` micro-batches.
+    Make one outside of the `tf.function` that uses it. Under a strategy make it in
+    `strategy.scope()` and use it in `strategy.run`: each replica adds by itself, and the values
+    of all replicas add up to the mean of the whole batch, as optimizers do. Only the sum of the
+    weights crosses replicas before.
 
     Args:
-        parts: What one micro-batch gives: tensors of known shape and `tf.IndexedSlices`. Only
-            their dtypes and shapes are read.
-        pieces: Number of micro-batches, an int64 scalar tensor.
-    """
-    return [_zero(part, pieces) for part in parts]
-
-
-def add(total: list[Any], parts: list[Any], index: Any) -> list[Any]:
-    """Return the totals with the parts of micro-batch `index` (an int64 scalar) added."""
-    return [_add(*pair, index) for pair in zip(total, parts, strict=True)]
-
-
-def value(total: list[Any], parts: list[Any]) -> list[Any]:
-    """Return the sums, in the dtypes and kinds of `parts`, whose slices are those of a graph."""
-    return [_value(*pair) for pair in zip(total, parts, strict=True)]
-
-
-def _zero(part: Any, pieces: Any) -> Any:
-    if isinstance(part, tf.IndexedSlices):
-        return _Slices(
-            empty_array(part.values, pieces),
-            empty_array(part.indices, pieces),
-            tf.zeros(part.dense_shape.shape, part.dense_shape.dtype),
-        )
-    return tf.zeros(part.shape, wide(part.dtype))
-
-
-def empty_array(tensor: Any, pieces: Any) -> tf.TensorArray:
-    """Return an array for what each micro-batch has in place of `tensor`, to be put together."""
-    return tf.TensorArray(
-        tensor.dtype,
-        size=tf.cast(pieces, tf.int32),
-        infer_shape=False,
-        element_shape=[None, *tensor.shape[1:]],
-    )
-
-
-def _add(total: Any, part: Any, index: Any) -> Any:
-    if isinstance(part, tf.IndexedSlices):
-        index = tf.cast(index, tf.int32)
-        return _Slices(
-            total.values.write(index, part.values),
-            total.indices.write(index, part.indices),
-            part.dense_shape,
-        )
-    return total + tf.cast(part, total.dtype)
-
-
-def _value(total: Any, part: Any) -> Any:
-    if not isinstance(part, tf.IndexedSlices):
-        return tf.cast(total, part.dtype)
-    values, indices = total.values.concat(), total.indices.concat()
-    values.set_shape([None, *part.values.shape[1:]])
-    if _each_row_once(part.indices):
-        values, indices = _sum_repeated_rows(values, indices)
-    return tf.IndexedSlices(values, indices, total.dense_shape)
-
-
-def _each_row_once(indices: Any) -> bool:
-    """Tell whether a lookup has summed repeated rows already, as that of a SparseTensor does.
-
-    The gradient of `tf.nn.embedding_lookup_sparse` takes its indices from a `Unique` op. Over a
-    whole batch it would have one slice a row, so rows of different micro-batches are summed too.
+        variables: The variables, of Keras or TensorFlow, in the order of the gradients.
 
     Raises:
-        NotImplementedError: If a table is looked up in both ways, or out of sight.
+        TypeError: If `variables` are no variables.
+        ValueError: If there are none.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+        >>> loss_fn, optimizer = keras.losses.MeanSquaredError(), keras.optimizers.SGD(0.001)
+        >>> optimizer.build(model.trainable_variables)
+        >>> accumulator = GradientAccumulator(model.trainable_variables)
+        >>> @tf.function
+        ... def update(x, y):
+        ...     accumulator.reset()
+        ...     for start in tf.range(0, tf.shape(x)[0], 4):  # micro-batches of 4 rows, and a rest
+        ...         x_part, y_part = x[start : start + 4], y[start : start + 4]
+        ...         with tf.GradientTape() as tape:
+        ...             loss = loss_fn(y_part, model(x_part, training=True))  # a mean
+        ...         gradients = tape.gradient(loss, model.trainable_variables)
+        ...         accumulator.add(gradients, weight=tf.shape(x_part)[0])
+        ...     optimizer.apply(accumulator.value(), model.trainable_variables)
+        >>> x = tf.reshape(tf.range(20.0), [10, 2])
+        >>> update(x, x[:, :1])
+        >>> int(optimizer.iterations)
+        1
     """
-    sources = _sources(indices)
-    if "Unique" in sources and len(sources) > 1:
-        raise NotImplementedError(
-            "A table that is looked up both by dense ids and by a `tf.SparseTensor` is not "
-            "supported with accum > 1. Use two tables, or one kind of lookup."
+
+    def __init__(self, variables: Sequence[Any]) -> None:
+        self._variables = _checked_variables(variables)
+        self._totals = [_totals.Total(variable) for variable in self._variables]
+        self._weights = _totals.local_variable([], tf.float64)
+        self._traced = False  # Whether a graph has a `value()`, of the kinds known by then.
+
+    @tf.autograph.experimental.do_not_convert
+    def add(self, gradients: Sequence[Any], weight: Any = 1) -> None:
+        """Add the gradients of a micro-batch.
+
+        Args:
+            gradients: One for each variable, of its shape and dtype: a tensor, a
+                `tf.IndexedSlices`, or None for a variable that had no part in the loss.
+            weight: A number, or a scalar tensor of any real dtype: the part of the micro-batch in
+                the mean, relative to the others. For a loss that is a mean over rows, its rows.
+
+        Raises:
+            TypeError: If a gradient or the weight is of a wrong kind or dtype.
+            ValueError: If there are too few or too many gradients, if one has the shape of
+                another variable, if the weight is no scalar or negative, or if a gradient is of a
+                kind that an earlier `value()` in a `tf.function` did not reckon with.
+            RuntimeError: If it was made under a strategy, and is not called in a replica, as for
+                the other methods.
+        """
+        self._refuse_outside_of_replicas()
+        gradients = _checked_gradients(gradients, self._variables)
+        weight = _checked_weight(weight)
+        for total, gradient in zip(self._totals, gradients, strict=True):
+            if total.is_new(gradient):
+                self._refuse_unread(total, gradient)
+                total.expect(gradient)
+        self._weights.assign_add(tf.cast(weight, tf.float64))
+        for total, gradient in zip(self._totals, gradients, strict=True):
+            total.add(gradient, weight)
+
+    @tf.autograph.experimental.do_not_convert
+    def value(self) -> list[Any]:
+        """Return the weighted mean of what was added since `reset()`.
+
+        Returns:
+            A list with one gradient for each variable, of its shape and dtype: a tensor, a
+            `tf.IndexedSlices` if there were only such, or None if there was none. Zero where the
+            weights sum up to 0. In a replica: its part of the mean, for an optimizer that sums
+            over replicas.
+
+        Raises:
+            ValueError: If nothing has ever been added.
+        """
+        self._refuse_outside_of_replicas()
+        if not any(total.kinds for total in self._totals):
+            raise ValueError(
+                "There are no gradients to take the mean of. Call `add(gradients)` before "
+                "`value()`; in a `tf.function`, above it."
+            )
+        self._traced = self._traced or not tf.executing_eagerly()
+        weights = self._weights.read_value()
+        replica = tf.distribute.get_replica_context()
+        weights = replica.all_reduce(tf.distribute.ReduceOp.SUM, weights)
+        return [total.mean(weights) for total in self._totals]
+
+    @tf.autograph.experimental.do_not_convert
+    def reset(self) -> None:
+        """Forget what was added."""
+        self._refuse_outside_of_replicas()
+        self._weights.assign(0.0)
+        for total in self._totals:
+            total.reset()
+
+    def _refuse_outside_of_replicas(self) -> None:
+        outside = tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy()
+        if outside and isinstance(self._weights, tf.distribute.DistributedValues):
+            raise RuntimeError(
+                "A GradientAccumulator that is made under a strategy has parts in each replica: "
+                "call its methods in the function that `strategy.run` runs."
+            )
+
+    def _refuse_unread(self, total: _totals.Total, gradient: Any) -> None:
+        if self._traced:
+            raise ValueError(
+                "A `value()` that is traced already would leave out this gradient: no gradient of "
+                "this kind had been added by then. Make another GradientAccumulator, or trace the "
+                f"function that adds first. Received: {_totals.kind_of(gradient)} for "
+                f"'{_name_of(total.variable)}'"
+            )
+
+
+def _checked_variables(variables: Any) -> list[Any]:
+    kinds = tf.Variable | keras.Variable
+    if not isinstance(variables, list | tuple) or not all(isinstance(v, kinds) for v in variables):
+        raise TypeError(
+            "`variables` must be a list of Keras or TensorFlow variables, such as "
+            f"`model.trainable_variables`. Received: variables={variables!r}"
         )
-    hidden = sources & _CALLS
-    if hidden:
-        raise NotImplementedError(
-            "A table that is looked up inside a `tf.function` or control flow of its own is not "
-            "supported with accum > 1: whether the lookup sums repeated rows cannot be seen. "
-            f"Look it up outside, or use accum=1. Received: indices from {sorted(hidden)}"
+    if not variables:
+        raise ValueError(
+            "`variables` must have at least one variable. Build the model before. Received: "
+            "variables=[]"
         )
-    return sources == {"Unique"}
+    return list(variables)
 
 
-_CALLS = {
-    *("PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile"),
-    *("Case", "StatelessCase"),
-}
+def _checked_gradients(gradients: Any, variables: list[Any]) -> list[Any]:
+    if not isinstance(gradients, list | tuple):
+        raise TypeError(
+            "`gradients` must be a list, as `tape.gradient(loss, variables)` returns for one. "
+            f"Received: gradients of type {type(gradients).__name__}"
+        )
+    if len(gradients) != len(variables):
+        raise ValueError(
+            "`gradients` must have one gradient, or None, for each variable, in their order. "
+            f"Received: {len(gradients)} gradients for {len(variables)} variables"
+        )
+    return [
+        None if gradient is None else _checked_gradient(gradient, variable)
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
 
 
-def _sources(tensor: Any) -> set[str]:
-    """Return the types of the ops where indices come from, behind reshapes, casts and joins."""
-    passing = {"Identity", "Reshape", "Cast", "ConcatV2", "StopGradient"}
-    if tensor.op.type not in passing:
-        return {tensor.op.type}
-    inputs = tensor.op.inputs
-    joined = inputs[:-1] if tensor.op.type == "ConcatV2" else inputs[:1]
-    return set().union(*(_sources(source) for source in joined))
+def _checked_gradient(gradient: Any, variable: Any) -> Any:
+    if not isinstance(gradient, tf.IndexedSlices):
+        try:
+            gradient = tf.convert_to_tensor(gradient)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                "A gradient must be a tensor, a `tf.IndexedSlices` or None. Received: "
+                f"{gradient!r} for '{_name_of(variable)}'"
+            ) from error
+    if gradient.dtype != tf.as_dtype(variable.dtype):
+        raise TypeError(
+            "A gradient must have the dtype of its variable. Received: "
+            f"{gradient.dtype.name} for '{_name_of(variable)}' of {variable.dtype}"
+        )
+    shape = gradient.shape
+    if isinstance(gradient, tf.IndexedSlices):
+        shape = [variable.shape[0], *gradient.values.shape[1:]] if variable.shape else [None]
+    if not tf.TensorShape(variable.shape).is_compatible_with(shape):
+        raise ValueError(
+            "A gradient must have the shape of its variable, and gradients the order of "
+            f"`variables`. Received: shape {tuple(shape)} for '{_name_of(variable)}' of shape "
+            f"{tuple(variable.shape)}"
+        )
+    return gradient
 
 
-def _sum_repeated_rows(values: Any, indices: Any) -> tuple[Any, Any]:
-    rows, positions = tf.unique(indices)
-    sums = tf.math.unsorted_segment_sum(
-        tf.cast(values, wide(values.dtype)), positions, tf.size(rows)
-    )
-    return tf.cast(sums, values.dtype), rows
+def _checked_weight(weight: Any) -> Any:
+    if isinstance(weight, numbers.Real):
+        if not float(weight) >= 0:
+            raise ValueError(f"`weight` must not be negative. Received: weight={weight!r}")
+        # In float64, which `tf.cast` of a Python float would not give.
+        return 1 if weight == 1 else tf.constant(float(weight), tf.float64)
+    weight = tf.convert_to_tensor(weight)
+    if not (weight.dtype.is_integer or weight.dtype.is_floating):
+        raise TypeError(f"`weight` must be a real number. Received: weight={weight!r}")
+    if weight.shape.rank not in (0, None):
+        raise ValueError(
+            "`weight` must be a scalar: one number for a micro-batch. Received: weight of shape "
+            f"{tuple(weight.shape)}"
+        )
+    return weight
+
+
+def _name_of(variable: Any) -> str:
+    return getattr(variable, "path", variable.name)

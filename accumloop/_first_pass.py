@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from accumloop import _accumulator, _ancestors, _cut, _keras, _loop
+from accumloop import _ancestors, _cut, _keras, _loop, _sums
 
 
 class Outputs(NamedTuple):
@@ -37,7 +37,7 @@ class FirstPass:
         state = [tf.convert_to_tensor(variable.value) for variable in variables]
         example = self._example(cut.of(x, tf.constant(0, tf.int64)), state)
         like = _cut.leaves(example)
-        arrays = [_accumulator.empty_array(tensor, cut.pieces) for tensor in like]
+        arrays = [_sums.empty_array(tensor, cut.pieces) for tensor in like]
 
         def body(index: Any, arrays: list[Any], state: list[Any]) -> Any:
             outputs, state = self._function(cut.of(x, index), state)

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from accumloop import _accumulator, _ancestors
+from accumloop import _ancestors, _sums
 
 # Batch and share of micro-batch `index`.
 Arguments = Callable[[Any], tuple[Any, Any]]
@@ -72,10 +72,10 @@ def _sum_in_graph(micro_step: Any, arguments: Arguments, pieces: Any) -> Any:
 
     def add(index: Any, sums: list[Any]) -> list[Any]:
         parts, _ = micro_step(*arguments(index), divisors)
-        return _accumulator.add(sums, _present(parts), index)
+        return _sums.add(sums, _present(parts), index)
 
-    sums = _loop(pieces, add, _accumulator.zeros(_present(structure), pieces))
-    return packed(structure, _accumulator.value(sums, _present(structure)))
+    sums = _loop(pieces, add, _sums.zeros(_present(structure), pieces))
+    return packed(structure, _sums.value(sums, _present(structure)))
 
 
 def _loop(pieces: Any, body: Callable[[Any, Any], Any], start: Any) -> Any:
@@ -99,11 +99,11 @@ class _EagerTotal:
     def __call__(self, arguments: Arguments, pieces: Any) -> Any:
         divisors = self._divisors(arguments, pieces)
         parts, _ = self._micro_step(*arguments(0), divisors)
-        sums = _accumulator.zeros(_present(parts), pieces)
-        sums = _accumulator.add(sums, _present(parts), 0)
+        sums = _sums.zeros(_present(parts), pieces)
+        sums = _sums.add(sums, _present(parts), 0)
         for index in range(1, int(pieces)):
             parts, _ = self._micro_step(*arguments(index), divisors)
-            sums = _accumulator.add(sums, _present(parts), index)
+            sums = _sums.add(sums, _present(parts), index)
         kinds = _present(parts)
         if any(isinstance(part, tf.IndexedSlices) for part in kinds):
             if not self._kinds:
@@ -117,7 +117,7 @@ class _EagerTotal:
                 )
                 self._kinds.extend(_present(trace.structured_outputs[0]))
             kinds = self._kinds
-        return packed(parts, _accumulator.value(sums, kinds))
+        return packed(parts, _sums.value(sums, kinds))
 
     def _divisors(self, arguments: Arguments, pieces: Any) -> Any:
         """Return the divisors of the batch, by steps that are taken back."""

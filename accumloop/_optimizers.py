@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from accumloop import _accumulator, _keras
+from accumloop import _keras, _sums
 from accumloop._shadow import shadowed
 
 
@@ -42,7 +42,7 @@ def withheld(model: keras.Model) -> Iterator[list[tuple[Application, list[Any]]]
         gradients = list(gradients)
         variables = None if variables is None else list(variables)
         for gradient, variable in zip(gradients, variables or [], strict=variables is not None):
-            _accumulator.set_static_shape(gradient, variable.shape)
+            _sums.set_static_shape(gradient, variable.shape)
         recorded.append((Application(optimizer, variables, with_pairs), gradients))
 
     def shadows_of(optimizer: Any) -> dict[str, Any]:

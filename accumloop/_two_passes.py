@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from accumloop import _accumulator, _cut, _first_pass, _keras, _loop, _moments, _trackers, _withheld
+from accumloop import _cut, _first_pass, _keras, _loop, _moments, _sums, _trackers, _withheld
 
 Logs = dict[str, Any]
 
@@ -80,7 +80,7 @@ class _TwoPasses:
         weights = model.trainable_weights
         gradients = tape.gradient(targets, weights, output_gradients=seeds) if weights else []
         for gradient, weight in zip(gradients, weights, strict=True):
-            _accumulator.set_static_shape(gradient, weight.shape)
+            _sums.set_static_shape(gradient, weight.shape)
         return _withheld.Outcome(
             self.plan.parts([gradients], updates, moments, {"added": added}, share), []
         )
