@@ -11,7 +11,8 @@ history = accumloop.train(model, ds, accum=8, epochs=3)  # the updates of model.
 
 from accumloop._accumulate import Accumulate
 from accumloop._accumulator import GradientAccumulator
+from accumloop._backup import BackupAndRestore
 from accumloop._train import train
 from accumloop._version import __version__
 
-__all__ = ["Accumulate", "GradientAccumulator", "__version__", "train"]
+__all__ = ["Accumulate", "BackupAndRestore", "GradientAccumulator", "__version__", "train"]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
+
+from accumloop import _cut
 
 
 class Execution(NamedTuple):
@@ -17,6 +20,14 @@ class Execution(NamedTuple):
     end_step: int
     first: Any  # tf.experimental.Optional of the first batch, empty if it is not read yet
     iterator: Any  # for the batches after it
+
+
+class Place(NamedTuple):
+    """Where the data is: how many iterators were made, and how far the last one has been read."""
+
+    iterators: int
+    seen: int
+    ended: bool
 
 
 class Epochs:
@@ -47,6 +58,7 @@ class Epochs:
         self._unread = tf.experimental.Optional.empty(ds.element_spec)
         self._iterator: Any = None
         self._peeked: Any = None
+        self._iterators = 0
         self._seen = 0
 
     @property
@@ -54,17 +66,32 @@ class Epochs:
         """The number of steps of an epoch, or None while it is unknown."""
         return self._steps_per_epoch or self._length
 
+    @property
+    def endless(self) -> bool:
+        """Whether one iterator may serve all epochs."""
+        return self._steps_per_epoch is not None and self._length is None
+
     def peek(self) -> Any | None:
         """Return the first batch that training will see, or None for an empty dataset."""
-        self._iterator = iter(self._ds)
+        self._make_iterator()
         self._peeked = self._iterator.get_next_as_optional()
+        return self.peeked
+
+    @property
+    def peeked(self) -> Any | None:
+        """The first batch, while no epoch has begun."""
         return self._peeked.get_value() if self._peeked.has_value() else None
 
-    def epoch(self) -> Iterator[Execution]:
-        """Yield the executions of the next epoch."""
-        if self._steps_per_epoch is None or self._iterator is None:
+    @property
+    def iterator(self) -> Any | None:
+        """The iterator that the next batch comes from, or None if another one is to be made."""
+        return self._iterator
+
+    def epoch(self, begin: int = 0) -> Iterator[Execution]:
+        """Yield the executions of the next epoch, or those of a running one from step `begin`."""
+        if not begin and (self._steps_per_epoch is None or self._iterator is None):
             self._renew()
-        for step in self._begin_steps():
+        for step in self._begin_steps(begin):
             if self._at_end():
                 _warn_out_of_data()
                 break
@@ -78,8 +105,53 @@ class Epochs:
         if self._at_end():
             self._renew()
 
-    def _begin_steps(self) -> Iterator[int]:
-        step = 0
+    def pass_over(self, epochs: int) -> None:
+        """Go to where the data is after some epochs, reading only what a later one does not."""
+        for _ in range(epochs):
+            if self._steps_per_epoch is not None:
+                for execution in self.epoch():
+                    unread = 0 if execution.first.has_value() else 1
+                    self._read(self._steps_per_execution - 1 + unread)
+                continue
+            self._renew()
+            self._peeked = None
+            if self._length is not None:
+                self._renew()
+
+    def place(self) -> Place:
+        """Return where the data is, between two executions."""
+        return Place(self._iterators, self._seen, self._iterator is None)
+
+    def go_to(self, place: Place, restore: Callable[[Any], None] | None) -> None:
+        """Go to a place at which another process has been.
+
+        Args:
+            place: The place.
+            restore: Sets an iterator to where that of the place was; None to read up to there.
+        """
+        read = 1 if place.iterators == self._iterators else 0
+        for _ in range(place.iterators - self._iterators):
+            self._make_iterator()
+        self._peeked = None
+        self._seen = place.seen
+        if restore is not None:
+            restore(self._iterator)
+        else:
+            self._read(place.seen - read)
+        if place.ended:
+            self._iterator = None
+
+    def _read(self, batches: int) -> None:
+        for _ in range(batches):
+            if not self._iterator.get_next_as_optional().has_value():
+                return
+
+    def _make_iterator(self) -> None:
+        self._iterators += 1
+        self._iterator = iter(self._ds)
+
+    def _begin_steps(self, begin: int) -> Iterator[int]:
+        step = begin
         while self.steps is None or step < self.steps:
             yield step
             step += self._steps_per_execution
@@ -100,12 +172,21 @@ class Epochs:
     def _renew(self) -> None:
         self._seen = 0
         if self._peeked is None:
-            self._iterator = iter(self._ds)
+            self._make_iterator()
 
     def _end_of_data(self) -> None:
         if self._steps_per_epoch or not self._seen:
             _warn_out_of_data()
         self._iterator = self._peeked = None
+
+
+def fingerprint(batch: Any) -> int:
+    """Return a checksum of what a batch holds."""
+    checksum = 0
+    for leaf in tf.nest.flatten(_cut.without_optionals(batch), expand_composites=True):
+        if leaf is not None:
+            checksum = zlib.crc32(tf.io.serialize_tensor(leaf).numpy(), checksum)
+    return checksum
 
 
 def with_class_weight(ds: tf.data.Dataset, class_weight: dict[int, float]) -> tf.data.Dataset:

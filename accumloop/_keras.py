@@ -10,7 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.random import seed_generator
 
 __all__ = ["in_stateless_scope"]
 
@@ -70,3 +72,27 @@ def debugging_limit(name: str) -> int | None:
     """Return `keras.config.max_epochs()` or `max_steps_per_epoch()`: Keras 3.8 has neither."""
     limit = getattr(keras.config, name, None)
     return limit() if limit else None
+
+
+def global_seed_generator() -> keras.random.SeedGenerator:
+    """Return the generator of layers and ops that have no seed of their own, made if need be."""
+    return seed_generator.global_seed_generator()
+
+
+def global_seed_variables() -> list[keras.Variable]:
+    """Return the variable of that generator, or none if nothing has drawn from it yet."""
+    made = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    return [] if made is None else [made.state]
+
+
+def callback_state() -> dict[type, list[str]]:
+    """Return the attributes of callbacks that later epochs depend on, and Keras saves nowhere."""
+    stopping = ["wait", "best", "best_weights", "best_epoch", "stopped_epoch"]
+    checkpoint = ["best", "_batches_seen_since_last_saving", "_last_batch_seen"]
+    return {
+        keras.callbacks.EarlyStopping: stopping,
+        keras.callbacks.ReduceLROnPlateau: ["wait", "best", "cooldown_counter"],
+        keras.callbacks.ModelCheckpoint: checkpoint,
+        keras.callbacks.SwapEMAWeights: ["_ema_weights_in_model"],
+        keras.callbacks.TensorBoard: ["_global_train_batch", "_global_test_batch"],
+    }

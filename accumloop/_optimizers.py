@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from accumloop import _keras, _sums
+from accumloop import _attributes, _keras, _sums
 from accumloop._shadow import shadowed
 
 
@@ -75,7 +75,7 @@ def withheld(model: keras.Model) -> Iterator[list[tuple[Application, list[Any]]]
         unseen_apply(optimizer, *args, **kwargs)
 
     with contextlib.ExitStack() as stack:
-        for optimizer in _optimizers_of(model):
+        for optimizer in _attributes.held(model, keras.optimizers.Optimizer):
             stack.enter_context(shadowed(optimizer, **shadows_of(optimizer)))
         for variable in model.trainable_variables:
             stack.enter_context(shadowed(variable, assign=refusing(variable)))
@@ -83,26 +83,6 @@ def withheld(model: keras.Model) -> Iterator[list[tuple[Application, list[Any]]]
         keras.optimizers.Optimizer.apply = apply_unseen
         stack.callback(delattr, keras.optimizers.Optimizer, "apply")
         yield recorded
-
-
-def _optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Return the optimizers that a model, or a layer of it, has as attributes, in lists too."""
-    found: dict[int, keras.optimizers.Optimizer] = {}
-
-    def look(value: Any, depth: int) -> None:
-        if isinstance(value, keras.optimizers.Optimizer):
-            found.setdefault(id(value), value)
-        elif depth and isinstance(value, dict):
-            for item in list(value.values()):
-                look(item, depth - 1)
-        elif depth and isinstance(value, list | tuple | set):
-            for item in list(value):
-                look(item, depth - 1)
-
-    for layer in [model, *_keras.flatten_layers(model)]:
-        for value in list(vars(layer).values()):
-            look(value, depth=3)
-    return list(found.values())
 
 
 def warn_of_repeated(applications: list[Application]) -> None:

@@ -47,6 +47,17 @@ def prepared_step(
     return steps.made[key]
 
 
+def build_all(model: keras.Model, step: _step.Step, element_spec: Any, batch: Any) -> None:
+    """Create all variables that a step creates, those of metrics too, to be given saved values.
+
+    By the trace that training will use. A model that runs eagerly is trained on a batch.
+    """
+    if model.run_eagerly:
+        step.update(batch, _cut.pieces_of(1))
+    else:
+        step.update.get_concrete_function(element_spec, tf.TensorSpec([], tf.int64))
+
+
 def _build(model: keras.Model, element_spec: Any, batch: Any, accum: int) -> None:
     """Create the variables of model and optimizer, which callbacks need in `on_train_begin`.
 

@@ -8,7 +8,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from accumloop import _accumulate, _checks, _cut, _data, _keras, _prepare, _report, _swap
+from accumloop import (
+    _accumulate,
+    _backup,
+    _beside,
+    _checks,
+    _cut,
+    _data,
+    _keras,
+    _prepare,
+    _report,
+    _state,
+    _swap,
+)
 
 
 def train(
@@ -94,6 +106,7 @@ def train(
     _checks.dataset(ds)
     _checks.callbacks(callbacks)
     _accumulate.refuse(callbacks)
+    backup = _backup.among(callbacks)
     _checks.numbers_of_steps(
         epochs=epochs,
         initial_epoch=initial_epoch,
@@ -121,22 +134,29 @@ def train(
     callbacks = _report.callback_list(
         model, callbacks, verbose=verbose, epochs=epochs, steps=batches.steps
     )
+    backups = _backup.Backups(backup, model, callbacks, batches)
+    beside = _beside.Beside(model, callbacks)
     model.stop_training = False
     _keras.forget_restored_epoch(model)  # Of a `fit` before: this run has its own backup or none.
     try:
         callbacks.on_train_begin()
-        logs: _report.Logs = {}
-        epoch_logs = None
-        for epoch in range(_keras.restored_epoch(model) or initial_epoch, epochs):
+        place = backups.begin(step, ds.element_spec)
+        if place is None:
+            place = _begin(beside, batches, initial_epoch)
+        logs: _report.Logs = place.logs
+        epoch_logs = place.logs or None
+        for epoch in range(place.epoch, epochs):
             model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
+            begin_step = backups.begin_epoch()
             hears_of_batches = _report.hears_of_batches(callbacks)
-            for execution in batches.epoch():
+            for execution in batches.epoch(begin_step):
                 if hears_of_batches:
                     callbacks.on_train_batch_begin(execution.begin_step)
                 logs = step.run(execution.first, execution.iterator, pieces)
                 if hears_of_batches:
                     callbacks.on_train_batch_end(execution.end_step, logs)
+                backups.after_batches(epoch, execution, logs)
                 del execution  # Its batch must not wait in memory for the next one.
                 if model.stop_training:
                     break
@@ -146,7 +166,9 @@ def train(
                 epoch_logs |= _report.validation_logs(
                     model, validation_data, validation_steps, callbacks
                 )
+            beside.before_epoch_end(epoch)
             callbacks.on_epoch_end(epoch, epoch_logs)
+            backups.after_epoch(epoch, epoch_logs)
             if model.stop_training:
                 break
 
@@ -154,9 +176,20 @@ def train(
             # Writes the averages of an optimizer with EMA into the weights.
             model.optimizer.finalize_variable_values(model.trainable_weights)
         callbacks.on_train_end(epoch_logs)
+        backups.end()
     finally:
         _keras.forget_restored_epoch(model)
     return model.history
+
+
+def _begin(beside: _beside.Beside, batches: _data.Epochs, initial_epoch: int) -> _state.Place:
+    """Return the place before the first epoch, or the one that a backup of Keras says.
+
+    The epochs before have had their part of the data: a seeded shuffle goes on in its order.
+    """
+    epoch = beside.begin() or initial_epoch
+    batches.pass_over(epoch - initial_epoch)
+    return _state.Place(epoch, 0, {})
 
 
 def _limited(name: str, value: Any, limit: int | None) -> Any:
