@@ -15,7 +15,7 @@ class Accumulate(keras.callbacks.Callback):
     Everything else stays that of `model.fit`: arrays, generators, `validation_split`,
     `class_weight`. Its place among the callbacks does not matter, and a later `fit` without it
     accumulates nothing, however this one has ended. `evaluate` and `predict` are untouched, and
-    so is a `train_on_batch` of another callback.
+    so are a `train_on_batch` and a `fit` of another callback.
 
     It is told of no batch before it begins: a model that is not built yet is built by the first
     batch, as under `model.fit`, which also reports what its last update logged on a dataset of
@@ -51,30 +51,25 @@ class Accumulate(keras.callbacks.Callback):
         _checks.whole_batch_loss(whole_batch_loss)
         self.accum = accum
         self.whole_batch_loss = whole_batch_loss
-        self._pieces = _cut.pieces_of(accum)
+        self._pieces: Any = None
         self._step: _step.Step | None = None
         self._swap: _swap.Swap | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Take the place of the function that trains."""
-        other = _swap.swap_of(self.model)
-        if other is not None:
-            other.put_back()
-            if not other.doubted:
-                raise ValueError(
-                    "Only one `Accumulate` can cut the batches of a `fit`. "
-                    "Received: two of them among its callbacks"
-                )
+        _swap.put_back(self.model)
+        beside = _swap.callbacks_beside(self)
+        if sum(isinstance(callback, Accumulate) for callback in beside) > 1:
+            raise ValueError(
+                "Only one `Accumulate` can cut the batches of a `fit`. "
+                "Received: two of them among its callbacks"
+            )
         _checks.model(self.model)
         if self.accum > 1:
             _checks.cut_exactly(self.model, self.whole_batch_loss)
         self._step = None
-        self._swap = _swap.Swap(self.model, self._train, self._forget)
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Know that its `fit` is alive, whatever other callbacks have trained."""
-        if self._swap is not None:
-            self._swap.trains_on()
+        self._pieces = _cut.pieces_of(self.accum)
+        self._swap = _swap.Swap(self.model, self, self._train, self._forget)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Give back the place."""

@@ -41,8 +41,8 @@ def model(value: Any) -> None:
         )
     if not value.compiled:
         raise ValueError(
-            "You must call `model.compile()` before `accumloop.train()`, with the optimizer and "
-            f"loss that `model.fit()` would have used. Received: model={value!r}"
+            "You must call `model.compile()` before training, with the optimizer and loss that "
+            f"`model.fit()` would have used. Received: model={value!r}"
         )
     for steps in _accumulation_steps(value.optimizer):
         raise ValueError(
@@ -50,7 +50,8 @@ def model(value: Any) -> None:
             "Create it without `gradient_accumulation_steps`: here a batch of the dataset is one "
             f"update. Received: gradient_accumulation_steps={steps!r}"
         )
-    if is_own(value, "make_train_function"):
+    # Of the class: that of the instance is `Accumulate`'s in the middle of a `fit`.
+    if type(value).make_train_function is not keras.Model.make_train_function:
         raise NotImplementedError(
             "A model with its own `make_train_function` is not supported: accumloop makes the "
             f"function that trains. Received: {type(value).__name__}.make_train_function"

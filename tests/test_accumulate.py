@@ -1,5 +1,6 @@
 """fit with Accumulate trains as fit does, by the step of train, and leaves nothing behind."""
 
+import contextlib
 import functools
 import gc
 import weakref
@@ -119,7 +120,7 @@ def test_no_phantom_update(steps_per_execution):
     np.testing.assert_allclose(actual.history["loss"], known.history["loss"], rtol=1e-9)
 
 
-class Raise(keras.callbacks.Callback):
+class Does(keras.callbacks.Callback):
     """Raises in one hook, or trains something else there."""
 
     def __init__(self, hook, what):
@@ -137,6 +138,11 @@ def interrupt(model):
 
 def accumulates(model, **arguments):
     """Tell whether the updates of a `fit` run the model on less than a batch of 10."""
+    return most_rows(model, **arguments) < 10
+
+
+def most_rows(model, **arguments):
+    """Return on how many rows the model has been run at most."""
     rows = []
     model.make_train_function(force=True)  # So that it is traced again.
     call = model.layers[0].call
@@ -151,7 +157,7 @@ def accumulates(model, **arguments):
     finally:
         model.layers[0].call = call
         model.make_train_function(force=True)
-    return max(rows) < 10
+    return max(rows)
 
 
 HOOKS = [
@@ -165,7 +171,7 @@ HOOKS = [
 def test_put_back_when_another_callback_raises(hook, first):
     model = fresh_model(CASE)
     plain = model.make_train_function() or model.train_function
-    callbacks = [Raise(hook, interrupt)]
+    callbacks = [Does(hook, interrupt)]
     callbacks.insert(0 if first else 1, Accumulate(3))
     with pytest.raises(KeyboardInterrupt):
         quiet_fit(model, validation_data=(x, targets), callbacks=callbacks)
@@ -202,42 +208,76 @@ def test_put_back_at_the_end():
 def test_train_after_a_fit_that_died():
     model = fresh_model(CASE)
     with pytest.raises(KeyboardInterrupt):
-        quiet_fit(model, callbacks=[Accumulate(3), Raise("on_epoch_end", interrupt)])
+        quiet_fit(model, callbacks=[Accumulate(3), Does("on_epoch_end", interrupt)])
     accumloop.train(model, CASE.make_ds(), 2, verbose=0)
     assert not accumulates(model)
     quiet_fit(model, callbacks=[Accumulate(3)])
 
 
-@pytest.mark.parametrize("hook", HOOKS[1:4])
+def on_a_batch(model):
+    model.train_on_batch(x[:2], targets[:2])
+
+
+def in_a_fit(model):
+    model.fit(x[:4], targets[:4], verbose=0)
+
+
+def in_a_fit_that_dies(model):
+    with contextlib.suppress(KeyboardInterrupt):
+        model.fit(x[:4], targets[:4], verbose=0, callbacks=[Does("on_epoch_end", interrupt)])
+
+
+def in_a_fit_of_its_own_kind(model):
+    model.fit(x[:4], targets[:4], verbose=0, callbacks=[Accumulate(2)])
+
+
+def of_no_data(model):
+    model.make_train_function()
+
+
+def anew(model):
+    model.make_train_function(force=True)
+
+
+def compiled_anew(model):
+    model.compile(model.optimizer, "mse")
+    model.make_train_function()
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        *(on_a_batch, in_a_fit, in_a_fit_that_dies, in_a_fit_of_its_own_kind),
+        *(of_no_data, anew, compiled_anew),
+    ],
+)
+@pytest.mark.parametrize("hook", HOOKS[1:3])
 @pytest.mark.parametrize("first", [True, False])
-def test_other_training_by_a_callback(hook, first):
+def test_other_training_by_a_callback(hook, first, what):
     """Batches and functions of another callback's own: not cut, and cut no less after them."""
-
-    def on_a_batch(model):
-        model.train_on_batch(x[:2], targets[:2])
-
-    other = Raise(hook, on_a_batch)
+    other = Does(hook, what)
     events = [other, Accumulate(3)] if first else [Accumulate(3), other]
     model = fresh_model(CASE)
-    assert accumulates(model, callbacks=events)
+    assert most_rows(model, callbacks=events) == 4  # of 10, in 3
+    assert not accumulates(model)
+
+
+@pytest.mark.parametrize("what", [anew, compiled_anew])
+def test_functions_made_anew_before_a_fit_dies(what):
+    model = fresh_model(CASE)
+    others = [Does("on_train_batch_begin", what), Does("on_train_batch_end", interrupt)]
+    with pytest.raises(KeyboardInterrupt):
+        quiet_fit(model, callbacks=[Accumulate(3), *others])
+    quiet_fit(model, epochs=2)
+    assert "make_train_function" not in vars(model)
     assert not accumulates(model)
 
 
 def test_same_results_with_other_training_by_a_callback():
     def more():
-        return [Raise("on_epoch_begin", lambda model: model.train_on_batch(x[:2], targets[:2]))]
+        return [Does("on_epoch_begin", lambda model: model.train_on_batch(x[:2], targets[:2]))]
 
     assert_same(fit(CASE, callbacks=more), accumulate(CASE, 3, callbacks=more))
-
-
-def test_a_fit_inside_of_a_fit():
-    def plain_fit(model):
-        model.fit(x[:4], targets[:4], verbose=0)
-
-    model = fresh_model(CASE)
-    other = Raise("on_epoch_end", plain_fit)
-    assert accumulates(model, epochs=2, callbacks=[Accumulate(3), other])
-    assert not accumulates(model)
 
 
 def test_a_recompilation_wins():
@@ -246,7 +286,7 @@ def test_a_recompilation_wins():
     def recompile(model):
         model.compile("sgd", "mae")
 
-    callbacks = [Accumulate(3), Raise("on_epoch_end", recompile)]
+    callbacks = [Accumulate(3), Does("on_epoch_end", recompile)]
     quiet_fit(model, callbacks=callbacks)
     assert model.train_function is None
     assert "make_train_function" not in vars(model)
@@ -257,12 +297,12 @@ def test_functions_made_anew_in_the_middle():
     """What Keras documents for a change of `trainable`, in the middle of training."""
 
     def more():
-        def freeze(model):
+        def change(model):
             if int(model.optimizer.iterations) == 3:
                 model.layers[0].activation = keras.activations.relu
                 model.make_train_function(force=True)
 
-        return [Raise("on_train_batch_end", freeze)]
+        return [Does("on_train_batch_end", change)]
 
     expected = fit(CASE, callbacks=more)
     assert_same(expected, accumulate(CASE, 3, callbacks=more))
@@ -298,6 +338,13 @@ def test_refused_by_train():
 def test_arguments(arguments, error, match):
     with pytest.raises(error, match=match):
         Accumulate(*arguments)
+
+
+def test_accum_may_be_set_anew():
+    model = fresh_model(CASE)
+    callback = Accumulate(1)
+    callback.accum = 5
+    assert most_rows(model, callbacks=[callback]) == 3  # of a trial; else 2
 
 
 def test_refused_before_training():
@@ -344,7 +391,7 @@ def test_nothing_is_kept_and_nothing_is_saved(tmp_path):
         model.export(tmp_path / "exported", verbose=False)
 
     model = fresh_model(CASE)
-    quiet_fit(model, callbacks=[Accumulate(3), Raise("on_epoch_end", save)], epochs=2)
+    quiet_fit(model, callbacks=[Accumulate(3), Does("on_epoch_end", save)], epochs=2)
     again = keras.models.load_model(tmp_path / "model.keras")
     for got, wanted in zip(again.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_array_equal(got, wanted)
