@@ -18,11 +18,10 @@ def function_of(concrete: Any, fetches: list[Any]) -> Callable[..., list[Any]]:
         concrete: A concrete function. It may have any arguments.
         fetches: Outputs of the function, symbolic tensors of `concrete.graph`.
     """
-    # An output is an identity that waits for all side effects of the function.
-    fetches = [tensor.op.inputs[0] for tensor in fetches]
+    fetches = _before_side_effects(fetches)
     definition = concrete.graph.as_graph_def()
-    needed = _needed(definition, [tensor.op.name for tensor in fetches])
-    nodes = [node for node in definition.node if node.name in needed]
+    nodes = _needed_nodes(definition, fetches)
+    needed = {node.name for node in nodes}
     del definition.node[:]
     definition.node.extend(nodes)
     captures = [outer for outer, _ in concrete.graph.captures]
@@ -39,12 +38,51 @@ def function_of(concrete: Any, fetches: list[Any]) -> Callable[..., list[Any]]:
     return function
 
 
+def reads_arguments(concrete: Any, fetch: Any) -> bool:
+    """Tell whether an output of a concrete function depends on its arguments."""
+    nodes = _needed_nodes(concrete.graph.as_graph_def(), _before_side_effects([fetch]))
+    captured = {inner.op.name for _, inner in concrete.graph.captures}
+    arguments = {tensor.op.name for tensor in concrete.inputs} - captured
+    return any(node.name in arguments for node in nodes)
+
+
+def ops_of(concrete: Any, fetches: list[Any]) -> set[str]:
+    """Return the types of the ops that outputs of a concrete function depend on."""
+    definition = concrete.graph.as_graph_def()
+    functions = {function.signature.name: function for function in definition.library.function}
+    waiting = list(_needed_nodes(definition, _before_side_effects(fetches)))
+    ops: set[str] = set()
+    while waiting:
+        node = waiting.pop()
+        ops.add(node.op)
+        for name in called(node):
+            function = functions.pop(name, None)  # Once: it may call itself.
+            waiting.extend([] if function is None else function.node_def)
+    return ops
+
+
+def called(node: Any) -> list[str]:
+    """Return the names of the functions that a node of a graph calls."""
+    names = [value.func.name for value in node.attr.values() if value.func.name]
+    return names + [f.name for value in node.attr.values() for f in value.list.func]
+
+
 def nodes_of(graph: Any) -> list[Any]:
     """Return the nodes of a graph and of the functions that it calls."""
     definition = graph.as_graph_def()
     # `library` is what TensorFlow calls those functions.
     called = [node for function in definition.library.function for node in function.node_def]
     return [*definition.node, *called]
+
+
+def _before_side_effects(fetches: list[Any]) -> list[Any]:
+    # An output is an identity that waits for all side effects of the function.
+    return [tensor.op.inputs[0] for tensor in fetches]
+
+
+def _needed_nodes(definition: Any, fetches: list[Any]) -> list[Any]:
+    needed = _needed(definition, [tensor.op.name for tensor in fetches])
+    return [node for node in definition.node if node.name in needed]
 
 
 def _needed(definition: Any, names: list[str]) -> set[str]:

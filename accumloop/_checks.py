@@ -208,15 +208,9 @@ def _is_class_id(key: Any) -> bool:
     return isinstance(key, numbers.Integral) and int(key) >= 0
 
 
-def is_own(model: keras.Model, name: str) -> bool:
-    """Tell whether a model overrides a method of Keras."""
-    method = getattr(getattr(model, name), "__func__", None)
-    return method is not getattr(keras.Model, name)
-
-
 def cut_exactly(model: keras.Model, whole_batch_loss: bool) -> None:
     """Refuse a model whose micro-batches would train something else than its batches."""
-    if whole_batch_loss and is_own(model, "train_step"):
+    if whole_batch_loss and _keras.is_own(model, "train_step"):
         raise NotImplementedError(
             "whole_batch_loss=True needs the loss by itself, and a model with its own `train_step` "
             "computes it there. Override `compute_loss` instead. "

@@ -61,6 +61,22 @@ def without_optionals(batch: Any) -> Any:
     )
 
 
+def without_optionals_of(element_spec: Any) -> Any:
+    """Return the spec of a batch `without_optionals`."""
+    return tf.nest.map_structure(
+        lambda spec: None if isinstance(spec, tf.OptionalSpec) else spec, element_spec
+    )
+
+
+def signature(batch: Any) -> str:
+    """Return what two micro-batches have in common, but for their rows, if one trace fits both."""
+    return str(
+        tf.nest.map_structure(
+            lambda leaf: leaf if leaf is None else (type(leaf), leaf.dtype, leaf.shape[1:]), batch
+        )
+    )
+
+
 def rows_of(leaf: Any) -> Any:
     """Return the number of rows of a dense, ragged or sparse tensor: an int64 scalar tensor."""
     if isinstance(leaf, tf.RaggedTensor):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from accumloop import _ancestors, _cut, _keras, _loop, _sums
+from accumloop import _ancestors, _cut, _functions, _keras, _loop, _sums
 
 
 class Outputs(NamedTuple):
@@ -28,7 +28,7 @@ class FirstPass:
         self._model = model
         self._call = _keras.training_call(model)
         self._function = _loop.as_function(model, self._forward, jit_compile=model.jit_compile)
-        self._eager_trace: Any = None  # Made once, by the first batch.
+        self._eager_traces: dict[str, Any] = {}  # by the signature of the inputs
         self._structure: Any = None  # of the outputs: where they are not None
 
     def __call__(self, x: Any, cut: _cut.Cut) -> Outputs:
@@ -73,16 +73,17 @@ class FirstPass:
             concrete = self._function.get_concrete_function(x, state)
             _refuse_moving(concrete)
             return concrete.structured_outputs[0]
-        if self._eager_trace is None:
-            self._eager_trace = _loop.trace_of_eager(
+        signature = _cut.signature(x)
+        if signature not in self._eager_traces:
+            self._eager_traces[signature] = _loop.trace_of_eager(
                 self._forward,
                 [x, state],
                 "With whole_batch_loss=True and `run_eagerly=True`, a model must be one that can "
                 "be traced, to see whether it draws what cannot be drawn again. Compile with "
                 "run_eagerly=False.",
             )
-            _refuse_moving(self._eager_trace)
-        return self._eager_trace.structured_outputs[0]
+            _refuse_moving(self._eager_traces[signature])
+        return self._eager_traces[signature].structured_outputs[0]
 
     def _forward(self, x: Any, state: list[Any]) -> tuple[Outputs, list[Any]]:
         """Return the outputs of a micro-batch, and the state that it leaves."""
@@ -91,7 +92,8 @@ class FirstPass:
         others = [*model.trainable_variables, *model.metrics_variables]
         mapping = [(variable, tf.convert_to_tensor(variable.value)) for variable in others]
         mapping += zip(moving, state, strict=True)
-        with keras.StatelessScope(mapping, collect_losses=True) as scope:
+        scope = keras.StatelessScope(mapping, collect_losses=True)
+        with scope, _functions.traced_anew():
             y_pred = self._call(x)
         _refuse_unknown_state(scope, [variable for variable, _ in mapping])
         self._structure = tf.nest.map_structure(lambda leaf: leaf is not None, y_pred)

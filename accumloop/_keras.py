@@ -22,6 +22,12 @@ def flatten_layers(model: keras.Model) -> list[keras.layers.Layer]:
     return list(model._flatten_layers(include_self=False))
 
 
+def is_own(model: keras.Model, name: str) -> bool:
+    """Tell whether a model overrides a method of Keras."""
+    method = getattr(getattr(model, name), "__func__", None)
+    return method is not getattr(keras.Model, name)
+
+
 def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
     """Return the metric behind `logs["loss"]`: a model may override `metrics` and leave it out."""
     return model._loss_tracker

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from accumloop import _ancestors, _sums
+from accumloop import _ancestors, _assigned, _cut, _sums
 
 # Batch and share of micro-batch `index`.
 Arguments = Callable[[Any], tuple[Any, Any]]
@@ -53,16 +53,18 @@ def total_of(
         has_divisors: Whether there are any; None if only the micro-step will tell.
     """
     if not model.run_eagerly:
-        return lambda arguments, pieces: _sum_in_graph(micro_step, arguments, pieces)
+        return lambda arguments, pieces: _sum_in_graph(model, micro_step, arguments, pieces)
     return _EagerTotal(micro_step, model, has_divisors)
 
 
-def _sum_in_graph(micro_step: Any, arguments: Arguments, pieces: Any) -> Any:
+def _sum_in_graph(model: keras.Model, micro_step: Any, arguments: Arguments, pieces: Any) -> Any:
     # Traced here for the structure of its outputs, and called in the loop: one trace.
     example = micro_step.get_concrete_function(*arguments(tf.constant(0, tf.int64)), _DIVISORS)
-    structure, own_divisors = example.structured_outputs
+    _assigned.refuse_or_warn(model, example.graph)
+    structure, own_divisors, *_ = example.structured_outputs
     divisors = tf.zeros([0], tf.float64)
     if own_divisors:
+        _refuse_drawn(example, own_divisors)
         divisors_of = _ancestors.function_of(example, own_divisors)
         divisors = _loop(
             pieces,
@@ -71,11 +73,36 @@ def _sum_in_graph(micro_step: Any, arguments: Arguments, pieces: Any) -> Any:
         )
 
     def add(index: Any, sums: list[Any]) -> list[Any]:
-        parts, _ = micro_step(*arguments(index), divisors)
+        parts, *_ = micro_step(*arguments(index), divisors)
         return _sums.add(sums, _present(parts), index)
 
     sums = _loop(pieces, add, _sums.zeros(_present(structure), pieces))
     return packed(structure, _sums.value(sums, _present(structure)))
+
+
+def state_of(micro_step: Any, arguments: Arguments, name: str) -> dict[str, Any]:
+    """Return what the micro-step returns as `name`, but for what depends on its micro-batch.
+
+    It is read anew, from the variables as they are now. To be called in a graph.
+    """
+    given = [*arguments(tf.constant(0, tf.int64)), tf.zeros([0], tf.float64)]
+    example = micro_step.get_concrete_function(*given[:2], _DIVISORS)
+    values = getattr(example.structured_outputs, name)
+    values = {k: v for k, v in values.items() if not _ancestors.reads_arguments(example, v)}
+    read = _ancestors.function_of(example, list(values.values()))(*given)
+    return dict(zip(values, read, strict=True))
+
+
+def _refuse_drawn(concrete: Any, divisors: list[Any]) -> None:
+    """Refuse masks and weights that are drawn: known beforehand they would be other ones."""
+    drawn = {op for op in _ancestors.ops_of(concrete, divisors) if "Random" in op or "Rng" in op}
+    if drawn:
+        raise NotImplementedError(
+            "With accum > 1, the mask or the weights of a loss must not be drawn at random in "
+            "the step: the micro-batches of a batch would have no shares that add up to it. Draw "
+            "them in the dataset, use whole_batch_loss=True, or accum=1. Received: "
+            f"{sorted(drawn)}"
+        )
 
 
 def _loop(pieces: Any, body: Callable[[Any, Any], Any], start: Any) -> Any:
@@ -94,19 +121,22 @@ class _EagerTotal:
         self._micro_step = micro_step
         self._model = model
         self._has_divisors = has_divisors
-        self._kinds: list[Any] = []  # Traced once, by the first batch that has slices.
+        # By the signature of the batch: what is traced for one may not be so for another.
+        self._without_divisors: set[str] = set()
+        self._kinds: dict[str, list[Any]] = {}
 
     def __call__(self, arguments: Arguments, pieces: Any) -> Any:
         divisors = self._divisors(arguments, pieces)
-        parts, _ = self._micro_step(*arguments(0), divisors)
+        parts, *_ = self._micro_step(*arguments(0), divisors)
         sums = _sums.zeros(_present(parts), pieces)
         sums = _sums.add(sums, _present(parts), 0)
         for index in range(1, int(pieces)):
-            parts, _ = self._micro_step(*arguments(index), divisors)
+            parts, *_ = self._micro_step(*arguments(index), divisors)
             sums = _sums.add(sums, _present(parts), index)
         kinds = _present(parts)
         if any(isinstance(part, tf.IndexedSlices) for part in kinds):
-            if not self._kinds:
+            signature = _cut.signature(arguments(0)[0])
+            if signature not in self._kinds:
                 # Only a graph tells where slices come from.
                 trace = trace_of_eager(
                     self._micro_step,
@@ -115,20 +145,22 @@ class _EagerTotal:
                     "must be one that can be traced, to see how it does. Compile with "
                     "run_eagerly=False, or use accum=1.",
                 )
-                self._kinds.extend(_present(trace.structured_outputs[0]))
-            kinds = self._kinds
+                self._kinds[signature] = _present(trace.structured_outputs[0])
+            kinds = self._kinds[signature]
         return packed(parts, _sums.value(sums, kinds))
 
     def _divisors(self, arguments: Arguments, pieces: Any) -> Any:
         """Return the divisors of the batch, by steps that are taken back."""
         total = tf.zeros([0], tf.float64)
-        for index in range(int(pieces)):
-            if self._has_divisors is False:
-                break
-            with _restored(self._model):
-                _, own = self._micro_step(*arguments(index), None)
-            self._has_divisors = bool(own)
-            if own:
+        signature = _cut.signature(arguments(0)[0])
+        if self._has_divisors is False or signature in self._without_divisors:
+            return total
+        with _restored(self._model):
+            for index in range(int(pieces)):
+                _, own, *_ = self._micro_step(*arguments(index), None)
+                if not own:
+                    self._without_divisors.add(signature)
+                    break
                 total = tf.stack(own) if index == 0 else total + tf.stack(own)
         return total
 
@@ -138,13 +170,15 @@ def _restored(model: keras.Model) -> Iterator[None]:
     """Put back what a step moves, its metrics and seeds, but for what the micro-step withholds."""
     variables = [*model.non_trainable_variables, *model.metrics_variables]
     before = [(variable, keras.ops.copy(variable.value)) for variable in variables]
-    yield
-    known = {id(variable) for variable in variables}
-    for metric in model.metrics:
-        if not known.issuperset(map(id, metric.variables)):
-            metric.reset_state()  # Built by this very step.
-    for variable, value in before:
-        variable.assign(value)
+    try:
+        yield
+    finally:
+        known = {id(variable) for variable in variables}
+        for metric in model.metrics:
+            if not known.issuperset(map(id, metric.variables)):
+                metric.reset_state()  # Built by this very step.
+        for variable, value in before:
+            variable.assign(value)
 
 
 def _present(parts: Any) -> list[Any]:

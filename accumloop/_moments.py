@@ -85,19 +85,25 @@ def _recording_call(
             return assign
 
         with contextlib.ExitStack() as stack:
-            for variable in layer.non_trainable_variables:
+            for variable in _statistics(layer):
                 stack.enter_context(shadowed(variable, assign=recorder(variable)))
             for momentum in ("momentum", "renorm_momentum"):
                 if hasattr(layer, momentum):
                     stack.enter_context(shadowed(layer, **{momentum: 0.0}))
             outputs = call(inputs, *args, **kwargs)
-        if assigned:
+        if {id(layer.moving_mean), id(layer.moving_variance)} <= set(assigned):
             mean, variance = (assigned[id(v)] for v in (layer.moving_mean, layer.moving_variance))
             epsilon = 0.0 if mask is None else keras.config.epsilon()
             recorded.append((Moved(layer, epsilon), _sums(inputs, mask, mean, variance, epsilon)))
         return outputs
 
     return recording
+
+
+def _statistics(layer: keras.layers.BatchNormalization) -> list[Any]:
+    """Return the statistics that Keras moves: a subclass may have other state."""
+    names = ("moving_mean", "moving_variance", "moving_stddev", "renorm_mean", "renorm_stddev")
+    return [getattr(layer, name) for name in names if hasattr(layer, name)]
 
 
 def _sums(inputs: Any, mask: Any, mean: Any, variance: Any, epsilon: float) -> Sums:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
+import tensorflow as tf
 
-from accumloop import _attributes, _keras, _sums
+from accumloop import _assigned, _attributes, _keras, _sums
 from accumloop._shadow import shadowed
 
 
@@ -20,11 +21,12 @@ class Application(NamedTuple):
     optimizer: keras.optimizers.Optimizer
     variables: list[Any] | None
     with_pairs: bool  # apply_gradients(zip(gradients, variables)), else apply(...)
+    ops_before: int  # in the graph, when it was asked for
 
 
 def apply(applications: list[Application], gradients: list[list[Any]]) -> None:
     """Let each optimizer make its update, with the gradients of a whole batch."""
-    for (optimizer, variables, with_pairs), own in zip(applications, gradients, strict=True):
+    for (optimizer, variables, with_pairs, _), own in zip(applications, gradients, strict=True):
         if variables is None:
             optimizer.apply(own)
         elif with_pairs:
@@ -43,7 +45,8 @@ def withheld(model: keras.Model) -> Iterator[list[tuple[Application, list[Any]]]
         variables = None if variables is None else list(variables)
         for gradient, variable in zip(gradients, variables or [], strict=variables is not None):
             _sums.set_static_shape(gradient, variable.shape)
-        recorded.append((Application(optimizer, variables, with_pairs), gradients))
+        ops = 0 if tf.executing_eagerly() else len(_operations())
+        recorded.append((Application(optimizer, variables, with_pairs, ops), gradients))
 
     def shadows_of(optimizer: Any) -> dict[str, Any]:
         def apply(grads: Any, trainable_variables: Any = None) -> None:
@@ -62,7 +65,7 @@ def withheld(model: keras.Model) -> Iterator[list[tuple[Application, list[Any]]]
         def assign(value: Any) -> Any:
             if _keras.in_stateless_scope():
                 return original(value)
-            raise _assigned(model, variable)
+            raise _assigned.assigned(model, variable.path)
 
         return assign
 
@@ -85,6 +88,19 @@ def withheld(model: keras.Model) -> Iterator[list[tuple[Application, list[Any]]]
         yield recorded
 
 
+def after(applications: list[Application], tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return those tensors of a graph that were made after the last call of an optimizer."""
+    if tf.executing_eagerly():
+        return {}
+    last = max((application.ops_before for application in applications), default=0)
+    before = {operation.name for operation in _operations()[:last]}
+    return {name: tensor for name, tensor in tensors.items() if tensor.op.name not in before}
+
+
+def _operations() -> list[Any]:
+    return tf.compat.v1.get_default_graph().get_operations()
+
+
 def warn_of_repeated(applications: list[Application]) -> None:
     """Tell of a step that updates the same weights more than once, such as a critic in a loop."""
     seen: set[int] = set()
@@ -99,14 +115,6 @@ def warn_of_repeated(applications: list[Application]) -> None:
             )
             return
         seen |= own
-
-
-def _assigned(model: keras.Model, variable: Any) -> NotImplementedError:
-    return NotImplementedError(
-        f"`{type(model).__name__}` assigns to a trained variable by itself, which with accum > 1 "
-        "would happen once a micro-batch and cannot be put off. Let an optimizer update it, or "
-        f"use accum=1. Received: an assignment to '{variable.path}'"
-    )
 
 
 def _unseen(model: keras.Model, optimizer: Any) -> NotImplementedError:

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from accumloop import _checks, _cut, _keras, _step, _trial
+from accumloop import _checks, _cut, _functions, _keras, _step, _trial
 
 
 def prepared_step(
@@ -33,15 +33,16 @@ def prepared_step(
         batch = _cut.without_optionals(batch)
         _checks.first_batch(batch, element_spec)
     if batch is not None and prepared not in steps.prepared:
-        if cuts and _checks.is_own(model, "train_step"):
-            _build_by_step(model, element_spec, steps.made[key])
+        if cuts and _keras.is_own(model, "train_step"):
+            steps.made[key].look(element_spec)
             _checks.cut_exactly(model, whole_batch_loss)
         else:
             _build(model, element_spec, batch, accum)
             if cuts:
                 # Again, for layers that have been built only now.
                 _checks.cut_exactly(model, whole_batch_loss)
-                _trial.refuse_inexact(model, batch, accum, whole_batch_loss)
+                with _functions.traced_anew():
+                    _trial.refuse_inexact(model, batch, accum, whole_batch_loss)
         if int(_cut.rows(batch)) > 1:  # One row tells nothing of the others: ask again.
             steps.prepared.add(prepared)
     return steps.made[key]
@@ -66,14 +67,13 @@ def _build(model: keras.Model, element_spec: Any, batch: Any, accum: int) -> Non
     it calls its layers with is its own business. So is one that runs eagerly, and may not be
     traced; only to be cut it is run on a few rows.
     """
-    if _checks.is_own(model, "train_step"):
+    if _keras.is_own(model, "train_step"):
         return
     if not all(layer.built for layer in [model, *_keras.flatten_layers(model)]):
         x, _, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
         if not model.run_eagerly:
             call = tf.autograph.experimental.do_not_convert(_keras.training_call(model))
-            # What has no shape is missing: a None, or an Optional in its place.
-            x = tf.nest.map_structure(lambda spec: spec if hasattr(spec, "shape") else None, x)
+            x = _cut.without_optionals_of(x)
             tf.function(call).get_concrete_function(x)
         elif accum > 1:
             x, _, _ = keras.utils.unpack_x_y_sample_weight(_trial.few_rows(batch, accum))
@@ -84,12 +84,3 @@ def _build(model: keras.Model, element_spec: Any, batch: Any, accum: int) -> Non
         # In the scope in which its first update would have built it: paths are those of fit.
         with keras.name_scope(model.optimizer.name, caller=model.optimizer):
             model.optimizer.build(model.trainable_variables)
-
-
-def _build_by_step(model: keras.Model, element_spec: Any, step: _step.Step) -> None:
-    """Create the variables of a model with its own `train_step`, by a trace of its update.
-
-    It is the trace that training will use.
-    """
-    if not model.run_eagerly:
-        step.update.get_concrete_function(element_spec, tf.TensorSpec([], tf.int64))

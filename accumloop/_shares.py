@@ -42,7 +42,9 @@ _lock = threading.RLock()
 
 
 @contextlib.contextmanager
-def losses_by_share(batch: Any, row_share: Any, divisors: Any | None) -> Iterator[list[Any]]:
+def losses_by_share(
+    batch: Any, row_share: Any, divisors: Any | None, *, trusted: bool = True
+) -> Iterator[list[Any]]:
     """Let each loss return its value times its share over the share of rows.
 
     Args:
@@ -51,6 +53,7 @@ def losses_by_share(batch: Any, row_share: Any, divisors: Any | None) -> Iterato
         divisors: The divisors of the batch, a float64 vector, in the order in which the losses
             whose share is not that of their rows are called; or None, to leave those losses as
             they are and only learn the divisors of the micro-batch.
+        trusted: Whether Keras calls the losses, so that its own have values for each row.
 
     Yields:
         A list that fills with the divisors of the micro-batch, float64 scalar tensors.
@@ -99,12 +102,9 @@ def losses_by_share(batch: Any, row_share: Any, divisors: Any | None) -> Iterato
             counted = _product(mask, sample_weight if by_weights else None)
             if counted is None:
                 _refuse_varying(loss, values, ragged)
-                if _is_of_keras(loss):
+                if trusted and _is_of_keras(loss):
                     return result
-                with tf.control_dependencies(
-                    _checks_of_rows(loss, values, _cut.rows_of(leaves[0]))
-                ):
-                    return tf.identity(result)
+                return _of_all_rows(loss, result, values, _cut.rows_of(leaves[0]))
             divisor = tf.reduce_sum(counted)
             own_divisors.append(divisor)
             if divisors is None:
@@ -165,18 +165,22 @@ def _product(mask: Any | None, weights: Any | None) -> Any | None:
 
 def _is_of_keras(loss: Any) -> bool:
     """Tell whether a loss is one of Keras' own, which have values for each row."""
-    return getattr(loss, "fn", type(loss)).__module__.startswith("keras.")
+    functions = (type(loss).call, getattr(loss, "fn", None))
+    return all(f is None or f.__module__.startswith("keras.") for f in functions)
 
 
-def _checks_of_rows(loss: Any, values: Any, rows: Any) -> list[Any]:
+def _of_all_rows(loss: Any, result: Any, values: Any, rows: Any) -> Any:
+    """Return `result`, if there are values for each row. XLA cannot raise, and gets NaN."""
+    found = tf.shape(values, out_type=tf.int64)[0]
     check = tf.debugging.assert_equal(
-        tf.shape(values, out_type=tf.int64)[0],
+        found,
         rows,
         message=f"The loss '{loss.name}' must return values for each row of a batch: its mean is "
         "over rows. To leave out some of them, give them a sample weight of 0, or use "
         "whole_batch_loss=True.",
     )
-    return [] if check is None else [check]
+    with tf.control_dependencies([] if check is None else [check]):
+        return tf.where(tf.equal(found, rows), result, tf.cast(float("nan"), result.dtype))
 
 
 def _refuse_varying(loss: Any, values: Any, ragged: bool) -> None:

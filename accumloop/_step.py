@@ -22,6 +22,7 @@ class Step(NamedTuple):
 
     run: Callable[[Any, Any, Any], Logs]
     update: Any  # a `tf.function`, unless the model runs eagerly
+    look: Callable[[Any], None]  # sees what a step of a model's own does, before it does it
 
 
 @dataclasses.dataclass
@@ -65,12 +66,13 @@ def make_step(model: keras.Model, accumulating: bool, whole_batch_loss: bool) ->
     Everything is traced at the first call, whatever the number of micro-batches, their sizes, and
     the size of the batches.
     """
+    look: Callable[[Any], None] = lambda element_spec: None  # noqa: E731
     if not accumulating:
         update = _whole_update(model)
     elif whole_batch_loss:
         update = _two_passes.make_update(model)
     else:
-        update = _accumulated_update(model)
+        update, look = _accumulated_update(model)
 
     @tf.autograph.experimental.do_not_convert
     def step(first: Any, iterator: Any, accum: Any) -> Logs:
@@ -97,7 +99,7 @@ def make_step(model: keras.Model, accumulating: bool, whole_batch_loss: bool) ->
         done = tf.constant(1)
         return tf.while_loop(more, one, [done, following(done), logs])[-1]
 
-    return Step(step if model.run_eagerly else tf.function(step), update)
+    return Step(step if model.run_eagerly else tf.function(step), update, look)
 
 
 def _whole_update(model: keras.Model) -> Callable[..., Logs]:
@@ -112,9 +114,10 @@ def _whole_update(model: keras.Model) -> Callable[..., Logs]:
     return _loop.as_function(model, update, jit_compile=model.jit_compile)
 
 
-def _accumulated_update(model: keras.Model) -> Callable[..., Logs]:
+def _accumulated_update(model: keras.Model) -> tuple[Callable[..., Logs], Callable[[Any], None]]:
     plan = _withheld.Plan()
     micro_step = _withheld.make_micro_step(model, plan)
+    look = _withheld.make_look(model, plan, micro_step)
     # Micro-batches differ in size: XLA compiles one of them and the update, not the loop.
     micro_step = _loop.as_function(model, micro_step, jit_compile=model.jit_compile)
     apply = _loop.as_function(model, plan.apply, jit_compile=model.jit_compile)
@@ -122,9 +125,15 @@ def _accumulated_update(model: keras.Model) -> Callable[..., Logs]:
 
     def update(batch: Any, accum: Any) -> Logs:
         cut = _cut.Cut(batch, accum)
-        parts = total(lambda index: (cut.of(cut.batch, index), cut.share(index)), cut.pieces)
+
+        def arguments(index: Any) -> tuple[Any, Any]:
+            return cut.of(cut.batch, index), cut.share(index)
+
+        parts = total(arguments, cut.pieces)
         apply(parts.gradients)
         plan.update_once(parts, cut.rows)
-        return plan.logs(parts)
+        if parts.logs and not model.run_eagerly:
+            return plan.logs(parts, _loop.state_of(micro_step, arguments, "logs"))
+        return plan.logs(parts, {})
 
-    return _loop.as_function(model, update)
+    return _loop.as_function(model, update), look

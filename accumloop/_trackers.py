@@ -50,6 +50,8 @@ class Update(NamedTuple):
 def part_of(update: Update, share: Any) -> Number:
     """Return what an update with a micro-batch's value adds to that of its batch."""
     value = tf.convert_to_tensor(update.value)
+    if not value.dtype.is_floating:
+        value = tf.cast(value, tf.float64)
     value = value * tf.cast(share, value.dtype)
     if value.shape.rank == 0:
         return Number(value, None, update.weight)

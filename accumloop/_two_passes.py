@@ -17,7 +17,17 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from accumloop import _cut, _first_pass, _keras, _loop, _moments, _sums, _trackers, _withheld
+from accumloop import (
+    _cut,
+    _first_pass,
+    _functions,
+    _keras,
+    _loop,
+    _moments,
+    _sums,
+    _trackers,
+    _withheld,
+)
 
 Logs = dict[str, Any]
 
@@ -49,9 +59,17 @@ class _TwoPasses:
         # has not, as the first pass has cleared it.
         watched = [tensor for tensor in outputs.tensors if tensor.dtype.is_floating]
         weights = model.trainable_weights
-        with tf.GradientTape() as tape, _trackers.withheld(model) as updates:
+        with (
+            tf.GradientTape() as tape,
+            _functions.traced_anew(),
+            _trackers.withheld(model) as updates,
+        ):
             tape.watch(watched)
-            loss = _keras.compute_loss(model, x, y, self.outputs_of.y_pred(outputs), sample_weight)
+            y_pred = self.outputs_of.y_pred(outputs)
+            if model.loss is None and not _keras.is_own(model, "compute_loss"):
+                loss = tf.add_n([tf.zeros([], keras.backend.floatx()), *model.losses])
+            else:
+                loss = _keras.compute_loss(model, x, y, y_pred, sample_weight)
             scaled = model.optimizer.scale_loss(loss)
         gradients = iter(tape.gradient(scaled, [*watched, *weights]))
         of_outputs = [
@@ -68,6 +86,7 @@ class _TwoPasses:
         x, of_outputs = inputs
         with (
             tf.GradientTape() as tape,
+            _functions.traced_anew(),
             _trackers.withheld(model) as updates,
             _moments.withheld(model) as moments,
         ):
@@ -82,7 +101,7 @@ class _TwoPasses:
         for gradient, weight in zip(gradients, weights, strict=True):
             _sums.set_static_shape(gradient, weight.shape)
         return _withheld.Outcome(
-            self.plan.parts([gradients], updates, moments, {"added": added}, share), []
+            self.plan.parts([gradients], updates, moments, {"added": added}, share), [], {}
         )
 
     def apply(self, gradients: list[Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from accumloop import _checks, _moments, _optimizers, _shares, _trackers
+from accumloop import _assigned, _cut, _functions, _keras, _moments, _optimizers, _shares, _trackers
 from accumloop._shadow import shadowed
 
 Logs = dict[str, Any]
@@ -34,6 +34,7 @@ class Outcome(NamedTuple):
 
     parts: Parts
     divisors: list[Any]  # of the losses whose shares are not those of their rows, float64 scalars
+    logs: dict[str, Any]  # tensors that the step logs and has made after its updates
 
 
 class Plan:
@@ -67,11 +68,15 @@ class Plan:
         for tracker, number in zip(self.trackers, parts.numbers, strict=True):
             _trackers.update_once(tracker, number, rows)
 
-    def logs(self, parts: Parts) -> Logs:
-        """Return what the step logs of a batch, with the results of metrics after their update."""
+    def logs(self, parts: Parts, state: dict[str, Any]) -> Logs:
+        """Return what the step logs of a batch, with the results of metrics after their update.
+
+        `state` has what is read from variables alone, such as a learning rate, after it.
+        """
         read: dict[int, Any] = {}  # A metric with several results is asked once.
+        of_batch = {name: _cast(value, self.dtypes[name]) for name, value in parts.logs.items()}
         return {
-            name: tf.cast(parts.logs[name], self.dtypes[name]) if result is None else result(read)
+            name: result(read) if result is not None else {**of_batch, **state}[name]
             for name, result in self.results.items()
         }
 
@@ -86,11 +91,13 @@ def make_micro_step(model: keras.Model, plan: Plan) -> Callable[[Any, Any, Any],
     `share` is the share of the micro-batch by its rows, and `divisors` are those of the batch,
     both float64. `plan` is filled when it is traced.
     """
-    scales_loss = not _checks.is_own(model, "train_step")
+    scales_loss = not _keras.is_own(model, "train_step")
+    trusted = scales_loss and not _keras.is_own(model, "compute_loss")
 
     def micro_step(batch: Any, share: Any, divisors: Any) -> Outcome:
         with (
-            _shares.losses_by_share(batch, share, divisors) as own_divisors,
+            _functions.traced_anew(),
+            _shares.losses_by_share(batch, share, divisors, trusted=trusted) as own_divisors,
             _optimizers.withheld(model) as applications,
             _trackers.withheld(model) as updates,
             _moments.withheld(model) as moments,
@@ -112,10 +119,45 @@ def make_micro_step(model: keras.Model, plan: Plan) -> Callable[[Any, Any, Any],
         for name, value in _checked_logs(model, logs).items():
             plan.results[name] = results.get(id(value), (None, None))[1]
             if plan.results[name] is None:
-                own_logs[name], plan.dtypes[name] = _log_part(name, value, share)
-        return Outcome(plan.parts(gradients, updates, moments, own_logs, share), own_divisors)
+                own_logs[name] = _log_tensor(name, value)
+                plan.dtypes[name] = own_logs[name].dtype
+        # Weighted by rows, as a loss is.
+        of_rows = {name: tf.cast(value, tf.float64) * share for name, value in own_logs.items()}
+        parts = plan.parts(gradients, updates, moments, of_rows, share)
+        return Outcome(parts, own_divisors, _optimizers.after(plan.applications, own_logs))
 
     return micro_step
+
+
+def make_look(
+    model: keras.Model, plan: Plan, micro_step: Callable[[Any, Any, Any], Outcome]
+) -> Callable[[Any], None]:
+    """Return `look(element_spec)`: trace a micro-step, whose trace is thrown away.
+
+    It creates the variables of a model with a `train_step` of its own and of its optimizers:
+    before there are all of them they cannot all be withheld, and a `LossScaleOptimizer` that is
+    not built scales by a constant. It also refuses what the step assigns to by itself, before it
+    does.
+    """
+
+    def look(element_spec: Any) -> None:
+        scalar = tf.TensorSpec([], tf.float64)
+        specs = [_cut.without_optionals_of(element_spec), scalar, tf.TensorSpec([None], tf.float64)]
+        function = tf.function(tf.autograph.experimental.do_not_convert(micro_step))
+        try:
+            graph = function.get_concrete_function(*specs).graph
+        except Exception:  # Whatever a model that is meant to run eagerly raises in a graph.
+            if not model.run_eagerly:
+                raise
+            return
+        for optimizer, variables, *_ in plan.applications:
+            if not optimizer.built and variables is not None:
+                # In the scope in which its first update would have built it.
+                with keras.name_scope(optimizer.name, caller=optimizer):
+                    optimizer.build(variables)
+        _assigned.refuse_or_warn(model, graph)
+
+    return look
 
 
 @contextlib.contextmanager
@@ -178,16 +220,18 @@ def _checked_logs(model: keras.Model, logs: Any) -> Logs:
     return logs or {}
 
 
-def _log_part(name: str, value: Any, share: Any) -> tuple[Any, Any]:
-    """Return what a micro-batch adds to a log: the mean by rows, as of a loss."""
+def _log_tensor(name: str, value: Any) -> Any:
     try:
-        value = tf.convert_to_tensor(value)
-        return tf.cast(value, tf.float64) * share, value.dtype
+        return tf.convert_to_tensor(value)
     except (TypeError, ValueError) as error:
         raise TypeError(
             "What a `train_step` logs must be numbers or tensors of them with accum > 1. "
             f"Received: {name}={value!r}"
         ) from error
+
+
+def _cast(value: Any, dtype: tf.DType) -> Any:
+    return tf.cast(value if dtype.is_floating else tf.round(value), dtype)
 
 
 def _refuse_hidden(recorded: Any) -> None:

@@ -41,6 +41,13 @@ def _train(workload: Workload, accum: int) -> Training:
     return lambda epochs: accumloop.train(model, ds, accum, epochs=epochs, verbose=0)
 
 
+def _accumulate(workload: Workload, accum: int) -> Training:
+    """`model.fit` on whole batches, with `accumloop.Accumulate`."""
+    model, ds = _compiled(workload), dataset_of(workload)
+    callbacks = [accumloop.Accumulate(accum)]
+    return lambda epochs: model.fit(ds, epochs=epochs, verbose=0, callbacks=callbacks)
+
+
 def _two_passes(workload: Workload, accum: int) -> Training:
     """`accumloop.train` with `whole_batch_loss=True`."""
     model, ds = _compiled(workload), dataset_of(workload)
@@ -110,6 +117,7 @@ SYSTEMS = {
     "fit": System(_fit, cuts=False),
     "bare": System(_bare),
     "train": System(_train),
+    "accumulate": System(_accumulate),
     "whole_batch_loss": System(_two_passes),
     "keras_accumulation": System(_keras_accumulation),
 }

@@ -127,8 +127,8 @@ def test_a_batch_is_not_kept_while_the_next_one_is_fetched(monkeypatch, accum):
     freed, used = [], []
     epoch = _data.Epochs.epoch
 
-    def spied(self):
-        executions = epoch(self)
+    def spied(self, *begin):
+        executions = epoch(self, *begin)
         while True:
             freed.extend(ref() is None for ref in used)
             used.clear()

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from oracle import Case, assert_same, batches, data, fit, fresh_model, train
+from oracle import Case, assert_same, batches, data, fit, fresh_model, outcome_of, train
 
 import accumloop
 
@@ -43,9 +43,16 @@ class ByComputeLoss(keras.Sequential):
 
 
 class AddsToLogs(keras.Sequential):
+    """Numbers read from before the update and after it, and of a batch."""
+
     def train_step(self, data):
-        logs = super().train_step(data)
-        logs["largest_rate"] = self.optimizer.learning_rate * 2
+        before = {"rate_before": self.optimizer.learning_rate * 2}
+        logs = super().train_step(data) | before
+        logs["rate"] = self.optimizer.learning_rate
+        logs["updates"] = self.optimizer.iterations
+        logs["norm"] = ops.norm(self.layers[0].kernel)
+        logs["perplexity"] = ops.exp(logs["loss"])
+        logs["hundred"] = tf.constant(100)
         return logs
 
 
@@ -176,7 +183,11 @@ MODELS = {
     ),
     "adds_to_logs": (
         lambda: compiled(
-            AddsToLogs([L.Dense(4, kernel_regularizer="l2"), L.Dense(2)]), metrics=["mae"]
+            AddsToLogs([L.Dense(4, kernel_regularizer="l2"), L.Dense(2)]),
+            optimizer=lambda: keras.optimizers.SGD(
+                keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5), momentum=0.9
+            ),
+            metrics=["mae"],
         ),
         plain,
     ),
@@ -316,15 +327,65 @@ class Assigns(keras.Sequential):
         return logs
 
 
-hidden_optimizer = keras.optimizers.SGD(0.1)
+class AssignsByValue(keras.Sequential):
+    """Past the `assign` of Keras."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.layers[0].kernel.value.assign_sub(0.01 * self.layers[0].kernel)
+        return logs
+
+
+class Averages(keras.Sequential):
+    """Has a kernel that follows the one that learns."""
+
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.mean = self.add_weight([5, 2], name="mean_kernel", trainable=False)
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.mean.assign(0.9 * self.mean + 0.1 * self.layers[0].kernel)
+        return logs
+
+
+class Counts(keras.Sequential):
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.count = self.add_weight(name="count", initializer="zeros", trainable=False)
+
+    def train_step(self, data):
+        self.count.assign(self.count + 1)
+        return super().train_step(data)
+
+
+class CountsRaw(keras.Sequential):
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.count = tf.Variable(0)
+
+    @tf.function
+    def count_one(self):
+        self.count.assign_add(1)
+
+    def train_step(self, data):
+        self.count_one()
+        return super().train_step(data)
+
+
+hidden = []  # Optimizers that are no attributes.
 
 
 class Hides(keras.Sequential):
+    def __init__(self, layers):
+        super().__init__(layers)
+        hidden.append(keras.optimizers.SGD(0.1))
+
     def train_step(self, data):
         bx, by = data
         with tf.GradientTape() as tape:
             loss = self.compute_loss(bx, by, self(bx))
-        hidden_optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        hidden[-1].apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
         return {"loss": loss}
 
 
@@ -341,17 +402,23 @@ class InAFunction(keras.Sequential):
         return {"loss": self.learn(*data)}
 
 
+@pytest.mark.parametrize("fitted", [False, True], ids=["new", "fitted"])
 @pytest.mark.parametrize("options", [{}, {"run_eagerly": True}], ids=["graph", "eager"])
 @pytest.mark.parametrize(
     ("kind", "match"),
     [
-        (Assigns, "assigns to a trained variable by itself"),
+        (Assigns, "assigns to a variable by itself.*dense.*kernel"),
         (Hides, "not an attribute of the model"),
-        (InAFunction, "of its own must not hold a call of an optimizer"),
+        (Averages, "assigns to a variable by itself.*kernel"),
+        (Counts, "assigns to a variable by itself.*count"),
+        (CountsRaw, "assigns to a variable by itself.*Variable"),
+        (AssignsByValue, "assigns to a variable by itself.*kernel"),
     ],
 )
-def test_a_step_that_cannot_be_held_back_is_refused(kind, match, options):
+def test_a_step_that_cannot_be_held_back_is_refused(kind, match, options, fitted):
     model = compiled(kind([keras.Input([5]), L.Dense(2)]), **options)
+    if fitted:
+        model.fit(plain(), shuffle=False, verbose=0)
     before = model.get_weights()
     with pytest.raises(NotImplementedError, match=match):
         accumloop.train(model, plain(), 3, verbose=0)
@@ -359,6 +426,125 @@ def test_a_step_that_cannot_be_held_back_is_refused(kind, match, options):
         np.testing.assert_array_equal(weight, value)
     assert "apply" not in vars(keras.optimizers.Optimizer)
     assert "apply" not in vars(model.optimizer)
+
+
+@pytest.mark.parametrize("fitted", [False, True])
+def test_an_optimizer_in_a_function_of_its_own(fitted):
+    """Eagerly it is run as the rest; a graph cannot be taken out of."""
+    case = Case(
+        lambda: compiled(InAFunction([keras.Input([5]), L.Dense(2)]), run_eagerly=True), plain
+    )
+    if not fitted:
+        assert_same(fit(case), train(case, 3))
+    model = compiled(InAFunction([keras.Input([5]), L.Dense(2)]))
+    if fitted:
+        model.fit(plain(), shuffle=False, verbose=0)
+    before = model.get_weights()
+    with pytest.raises(NotImplementedError, match="must not hold a call of an optimizer"):
+        accumloop.train(model, plain(), 3, verbose=0)
+    for weight, value in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(weight, value)
+
+
+class LossInAFunction(keras.Sequential):
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.error = keras.losses.MeanSquaredError(reduction="sum")
+
+    @tf.function
+    def of(self, by, y_pred):
+        return self.error(by, y_pred)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return self.of(y, y_pred)
+
+
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}], ids=["graph", "eager"])
+def test_a_function_of_a_models_own_is_not_left_with_a_share(options):
+    case = Case(lambda: compiled(LossInAFunction([keras.Input([5]), L.Dense(2)]), **options), plain)
+    expected = fit(case)
+    model = fresh_model(case)
+    whole = model.evaluate(plain(), verbose=0)  # It is traced.
+    actual = outcome_of(model, functools.partial(accumloop.train, model, accum=3), case)
+    assert_same(expected, actual)
+    assert model.evaluate(plain(), verbose=0) != whole
+
+
+@pytest.mark.parametrize("own_step", [False, True])
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}], ids=["graph", "eager"])
+def test_a_loss_scale_that_moves(own_step, options):
+    kind = ByComputeLoss if own_step else keras.Sequential
+
+    def make():
+        inner = keras.optimizers.SGD(0.1, momentum=0.9)
+        return compiled(
+            kind([keras.Input([5]), L.Dense(2)]),
+            optimizer=lambda: keras.optimizers.LossScaleOptimizer(
+                inner, initial_scale=8.0, dynamic_growth_steps=2
+            ),
+            **options,
+        )
+
+    case = Case(make, plain)
+    assert_same(fit(case), train(case, 3))
+
+
+class LateNormalization(keras.layers.Layer):
+    def build(self, shape):
+        self.inner = L.BatchNormalization(momentum=0.7)
+
+    def call(self, inputs, training=False):
+        return self.inner(inputs, training=training)
+
+
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}], ids=["graph", "eager"])
+def test_a_layer_that_makes_a_normalization_when_it_is_built(options):
+    case = Case(
+        lambda: compiled(ByComputeLoss([LateNormalization(), L.Dense(2)]), **options),
+        lambda: batches(100.0 + x, targets, size=10),
+    )
+    expected, actual = statistics(fit(case)), statistics(train(case, 3))
+    assert len(expected) == 2
+    for path, wanted in expected.items():
+        np.testing.assert_allclose(actual[path], wanted, rtol=1e-9, err_msg=path)
+
+
+class DrawnMask(keras.Sequential):
+    """A masked language model, in small: what is scored is drawn in the step."""
+
+    def train_step(self, data):
+        bx, by = data
+        drawn = keras.random.uniform([ops.shape(bx)[0]], seed=self.layers[0].seed_generator) < 0.5
+        weight = ops.cast(drawn, "float64")
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(bx, by, self(bx, training=True), weight)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return {"error": loss}
+
+
+def test_a_mask_that_is_drawn_in_the_step_is_refused():
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    layers = [keras.Input([5]), L.Dropout(0.5, seed=1), L.Dense(2)]
+    model = compiled(DrawnMask(layers), loss)
+    with pytest.raises(NotImplementedError, match="must not be drawn at random"):
+        accumloop.train(model, plain(), 3, verbose=0)
+    model = compiled(DrawnMask(layers), loss, run_eagerly=True)
+    accumloop.train(model, plain(), 3, verbose=0)
+
+
+def test_shares_of_a_drawn_mask_sum_up_eagerly():
+    """Each part of a loss that is constant, so that it shows the sum of the shares."""
+
+    class Constant(keras.losses.Loss):
+        def call(self, y_true, y_pred):
+            return ops.sum(y_pred, -1) * 0.0 + 1.0
+
+    loss = Constant(reduction="mean_with_sample_weight")
+    layers = [keras.Input([5]), L.Dropout(0.5, seed=1), L.Dense(2)]
+    model = compiled(DrawnMask(layers), loss, run_eagerly=True)
+    history = accumloop.train(model, batches(x, targets, size=23), 3, epochs=3, verbose=0)
+    np.testing.assert_allclose(history.history["error"], 1.0, rtol=1e-12)
 
 
 def test_a_step_that_logs_no_numbers_is_refused():
