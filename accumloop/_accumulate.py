@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from accumloop import _checks, _cut, _prepare, _step, _swap
+from accumloop import _checks, _cut, _heartbeat, _prepare, _step, _swap
 
 
 class Accumulate(keras.callbacks.Callback):
@@ -53,6 +53,7 @@ class Accumulate(keras.callbacks.Callback):
         self.whole_batch_loss = whole_batch_loss
         self._pieces: Any = None
         self._step: _step.Step | None = None
+        self._heartbeat = _heartbeat.Heartbeat([])
         self._swap: _swap.Swap | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -68,6 +69,7 @@ class Accumulate(keras.callbacks.Callback):
         if self.accum > 1:
             _checks.cut_exactly(self.model, self.whole_batch_loss)
         self._step = None
+        self._heartbeat = _heartbeat.Heartbeat(beside)
         self._pieces = _cut.pieces_of(self.accum)
         self._swap = _swap.Swap(self.model, self, self._train, self._forget)
 
@@ -76,6 +78,7 @@ class Accumulate(keras.callbacks.Callback):
         if self._swap is not None:
             self._swap.put_back()
         self._step = self._swap = None
+        self._heartbeat.close()
 
     def _train(self, iterator: Any) -> Any:
         # Read before the step, which a batch that is not there must not begin.
@@ -90,7 +93,10 @@ class Accumulate(keras.callbacks.Callback):
                 self.accum,
                 self.whole_batch_loss,
             )
-        return self._step.run(first, iterator, self._pieces)
+        with self._heartbeat:
+            logs = self._step.run(first, iterator, self._pieces)
+            self._heartbeat.wait_for(logs)
+        return logs
 
     def _forget(self) -> None:
         self._step = None

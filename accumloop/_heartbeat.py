@@ -1,4 +1,4 @@
-"""A word at the end of the progress bar while an update takes long, so that it does not look hung."""
+"""A word at the end of the progress bar while an update takes long: it does not look hung."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import keras
 
 _PATIENCE = 2.0  # seconds
 _INTERVAL = 1.0
+_MOST_IDLE = 60  # intervals without a batch
 
 
 class Heartbeat:
@@ -39,7 +40,7 @@ class Heartbeat:
     def __enter__(self) -> None:
         if not self._speaks:
             return
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
         self._began = time.monotonic()
@@ -74,7 +75,10 @@ class Heartbeat:
                 self._write(f" - this batch: {now - self._began:.0f}s")
 
     def _run(self) -> None:
-        while not self._closed.wait(_INTERVAL):
+        idle = 0
+        # A `fit` that dies closes nothing.
+        while idle < _MOST_IDLE and not self._closed.wait(_INTERVAL):
+            idle = idle + 1 if self._began is None else 0
             self.beat(time.monotonic())
 
     def _write(self, word: str) -> None:

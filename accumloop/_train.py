@@ -15,6 +15,7 @@ from accumloop import (
     _checks,
     _cut,
     _data,
+    _heartbeat,
     _keras,
     _prepare,
     _report,
@@ -136,6 +137,7 @@ def train(
     )
     backups = _backup.Backups(backup, model, callbacks, batches)
     beside = _beside.Beside(model, callbacks)
+    heartbeat = _heartbeat.Heartbeat(callbacks.callbacks)
     model.stop_training = False
     _keras.forget_restored_epoch(model)  # Of a `fit` before: this run has its own backup or none.
     try:
@@ -153,7 +155,9 @@ def train(
             for execution in batches.epoch(begin_step):
                 if hears_of_batches:
                     callbacks.on_train_batch_begin(execution.begin_step)
-                logs = step.run(execution.first, execution.iterator, pieces)
+                with heartbeat:
+                    logs = step.run(execution.first, execution.iterator, pieces)
+                    heartbeat.wait_for(logs)
                 if hears_of_batches:
                     callbacks.on_train_batch_end(execution.end_step, logs)
                 backups.after_batches(epoch, execution, logs)
@@ -178,6 +182,7 @@ def train(
         callbacks.on_train_end(epoch_logs)
         backups.end()
     finally:
+        heartbeat.close()
         _keras.forget_restored_epoch(model)
     return model.history
 
