@@ -96,3 +96,57 @@ def test_update_renorm_statistics():
     assert not hasattr(layer, "renorm_momentum") or hasattr(layer, "_update_renorm_statistics"), (
         lacks("BatchNormalization._update_renorm_statistics", "renorm=True cannot be pooled")
     )
+
+
+def test_in_stateless_scope():
+    assert not _keras.in_stateless_scope()
+    with keras.StatelessScope():
+        assert _keras.in_stateless_scope(), lacks(
+            "in_stateless_scope", "an inference of shapes would be taken for a step"
+        )
+
+
+def test_global_seed():
+    keras.utils.clear_session()
+    assert _keras.global_seed_variables() == []
+    generator = _keras.global_seed_generator()
+    assert _keras.global_seed_variables() == [generator.state], lacks(
+        "global_seed_generator", "a backup would leave out a seed"
+    )
+    before = keras.ops.convert_to_numpy(generator.state.value)
+    keras.random.uniform([2])
+    assert (before != keras.ops.convert_to_numpy(generator.state.value)).any()
+
+
+def test_state_of_callbacks(tmp_path):
+    made = {
+        keras.callbacks.EarlyStopping: keras.callbacks.EarlyStopping(),
+        keras.callbacks.ReduceLROnPlateau: keras.callbacks.ReduceLROnPlateau(),
+        keras.callbacks.ModelCheckpoint: keras.callbacks.ModelCheckpoint(tmp_path / "a.keras"),
+        keras.callbacks.SwapEMAWeights: keras.callbacks.SwapEMAWeights(),
+        keras.callbacks.TensorBoard: keras.callbacks.TensorBoard(),
+    }
+    assert set(made) == set(_keras.callback_state())
+    for kind, names in _keras.callback_state().items():
+        for name in names:
+            assert hasattr(made[kind], name), lacks(
+                f"{kind.__name__}.{name}", "a run that goes on would begin it anew"
+            )
+
+
+def test_regularizers_come_last_among_losses():
+    """Behind what layers add in their calls: the second of two passes has only the first."""
+
+    class Adds(keras.layers.Layer):
+        def call(self, inputs):
+            self.add_loss(keras.ops.mean(inputs))
+            return inputs
+
+    model = keras.Sequential(
+        [keras.Input([1]), keras.layers.Dense(1, kernel_regularizer="l2"), Adds()]
+    )
+    model(keras.ops.ones([2, 1]))
+    added, regularizer = model.losses
+    kernel = keras.ops.convert_to_numpy(model.layers[0].kernel.value)
+    assert float(added) == pytest.approx(float(kernel[0, 0]))
+    assert float(regularizer) == pytest.approx(0.01 * float(kernel[0, 0]) ** 2)
