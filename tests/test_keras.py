@@ -127,6 +127,7 @@ def test_state_of_callbacks(tmp_path):
         keras.callbacks.TensorBoard: keras.callbacks.TensorBoard(),
     }
     assert set(made) == set(_keras.callback_state())
+    made[keras.callbacks.EarlyStopping].on_train_begin()
     for kind, names in _keras.callback_state().items():
         for name in names:
             assert hasattr(made[kind], name), lacks(
