@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from accumloop import _checks, _cut, _functions, _keras, _step, _trial
+from accumloop import _attempt, _checks, _cut, _functions, _keras, _step, _trial
 
 
 def prepared_step(
@@ -76,7 +76,7 @@ def _build(model: keras.Model, element_spec: Any, batch: Any, accum: int) -> Non
             x = _cut.without_optionals_of(x)
             tf.function(call).get_concrete_function(x)
         elif accum > 1:
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(_trial.few_rows(batch, accum))
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(_attempt.few_rows(batch, accum))
             model(x)
         else:
             return

@@ -149,6 +149,28 @@ def _assert_same_arrays(expected: dict, actual: dict, rtol: float) -> None:
             np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance * scale, err_msg=name)
 
 
+def distances(expected: dict, actual: dict) -> list[float]:
+    """Return by how much arrays differ at most, relative to the largest value of each."""
+    assert list(actual) == list(expected)
+    pairs = [(actual[name], wanted) for name, wanted in expected.items()]
+    return [np.max(np.abs(got - wanted)) / np.max(np.abs(wanted)) for got, wanted in pairs]
+
+
+def under_policy(policy: str, make_model: Callable[[], keras.Model]) -> Callable[[], keras.Model]:
+    """Return a maker of models in this dtype policy, set late: `fresh_model` resets it."""
+
+    def make() -> keras.Model:
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy(policy)
+        model = make_model()
+        assert model.layers[-1].compute_dtype == policy.removeprefix("mixed_")
+        wrapped = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+        assert wrapped == (policy == "mixed_float16")
+        return model
+
+    return make
+
+
 def batches(*leaves, size: int, rows: int | None = None) -> tf.data.Dataset:
     """Return a dataset of batches of `size` rows of arrays, the last one ragged."""
     ds = tf.data.Dataset.from_tensor_slices(leaves if len(leaves) > 1 else leaves[0])
