@@ -17,9 +17,9 @@ class Accumulate(keras.callbacks.Callback):
     accumulates nothing, however this one has ended. `evaluate` and `predict` are untouched, and
     so are a `train_on_batch` and a `fit` of another callback.
 
-    It is told of no batch before it begins: a model that is not built yet is built by the first
-    batch, as under `model.fit`, which also reports what its last update logged on a dataset of
-    unknown length, but not the update without data that `fit` alone makes there.
+    A model that is not built yet is built by the first batch, as under `model.fit`. On a dataset of
+    unknown length `model.fit` makes one update too many in each epoch, without data; here it
+    makes none.
 
     Args:
         accum: An int >= 1, the number of micro-batches that a batch is cut into. A batch of

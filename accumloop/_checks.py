@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import reprlib
 import types
 from typing import Any
 
@@ -17,7 +18,7 @@ def accum(value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(
             "`accum` must be an int: the number of micro-batches to cut each batch into. "
-            f"Received: accum={value!r} (of type {type(value).__name__})"
+            f"Received: accum={reprlib.repr(value)} (of type {type(value).__name__})"
         )
     if value < 1:
         raise ValueError(

@@ -72,7 +72,7 @@ def _compare(
     independent = close.tensors(
         _attempt.dense(whole.outputs), _attempt.dense([_attempt.together(parts.outputs)])
     )
-    of_outputs = f"the loss {model.loss!r} of a batch"
+    of_outputs = _loss_in_words(model)
     if whole_batch_loss:
         of_outputs = "a number that the model puts out for a row"
     for name, what in (
@@ -108,8 +108,14 @@ def _compare_losses(
     whole, whole_gradients = _attempt.loss_of(model, few, [(0, rows)], [_attempt.together(outputs)])
     parts, gradients = _attempt.loss_of(model, few, cuts, outputs)
     if not (_close.sums(whole, parts) and _close.gradients(whole_gradients, gradients)):
-        what = f"the loss {model.loss!r} of a batch, and its gradient,"
+        what = f"{_loss_in_words(model)}, and its gradient,"
         raise _no_mean(what, float(whole[0]), sum(map(float, parts)), rows)
+
+
+def _loss_in_words(model: keras.Model) -> str:
+    if _keras.is_own(model, "compute_loss"):
+        return f"the loss of a batch, by `{type(model).__name__}.compute_loss`,"
+    return f"the loss {model.loss!r} of a batch"
 
 
 def _no_mean(what: str, whole: float, parts: float, rows: int) -> NotImplementedError:

@@ -212,12 +212,17 @@ def _scaled(gradient: Any, share: Any) -> Any:
 
 
 def _checked_logs(model: keras.Model, logs: Any) -> Logs:
+    """Return what a step logs, flat, as callbacks are told of it."""
     if logs is not None and not isinstance(logs, dict):
         raise TypeError(
             f"`{type(model).__name__}.train_step` must return a dict of logs, as `model.fit` "
             f"expects it. Received: {logs!r}"
         )
-    return logs or {}
+    flat: Logs = {}
+    for name, value in (logs or {}).items():
+        # The compiled metrics are one metric, whose result is a dict.
+        flat |= _checked_logs(model, value) if isinstance(value, dict) else {name: value}
+    return flat
 
 
 def _log_tensor(name: str, value: Any) -> Any:

@@ -56,6 +56,24 @@ class AddsToLogs(keras.Sequential):
         return logs
 
 
+class LoopsOverMetrics(keras.Sequential):
+    """As Keras' guide to customizing `fit` does; the result of the compiled metrics is a dict."""
+
+    def train_step(self, data):
+        bx, by = data
+        with tf.GradientTape() as tape:
+            y_pred = self(bx, training=True)
+            loss = self.compute_loss(y=by, y_pred=y_pred)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(by, y_pred)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
 class Distilled(keras.Model):
     """Learns from labels, and from a teacher that has been trained."""
 
@@ -190,6 +208,10 @@ MODELS = {
             metrics=["mae"],
         ),
         plain,
+    ),
+    "loops_over_metrics": (
+        lambda: compiled(LoopsOverMetrics([L.Dense(4), L.Dense(2)]), metrics=["mae", "mse"]),
+        lambda: batches(x, targets, size=10, rows=20),
     ),
     "distillation": (
         lambda: compiled(
