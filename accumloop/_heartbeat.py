@@ -59,7 +59,7 @@ class Heartbeat:
     def wait_for(self, logs: dict[str, Any]) -> None:
         """Wait for the values of a batch, as the bar would: devices may be behind."""
         if self._speaks:
-            for value in logs.values():
+            for value in keras.tree.flatten(logs):
                 keras.ops.convert_to_numpy(value)
 
     def close(self) -> None:

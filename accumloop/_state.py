@@ -47,7 +47,7 @@ def save(
     state = {
         "epoch": place.epoch,
         "step": place.step,
-        "logs": {name: np.asarray(value).tolist() for name, value in place.logs.items()},
+        "logs": keras.tree.map_structure(lambda value: np.asarray(value).tolist(), place.logs),
         "variables": [_described(variable) for variable in variables],
         "callbacks": [
             [type(callback).__name__, _packed(callback, names, arrays)]

@@ -8,6 +8,7 @@ overridden `compute_loss` and `compute_metrics`, and several optimizers (a GAN).
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ class Plan:
         self.moved: list[_moments.Moved] = []
         self.results: dict[str, Any] = {}  # log name: function that reads it, or None for a part
         self.dtypes: dict[str, Any] = {}
+        self.paths: dict[str, tuple[str, ...]] = {}  # where a log is in what the step returns
 
     def parts(
         self,
@@ -75,10 +77,12 @@ class Plan:
         """
         read: dict[int, Any] = {}  # A metric with several results is asked once.
         of_batch = {name: _cast(value, self.dtypes[name]) for name, value in parts.logs.items()}
-        return {
-            name: result(read) if result is not None else {**of_batch, **state}[name]
-            for name, result in self.results.items()
-        }
+        logs: Logs = {}
+        for name, result in self.results.items():
+            *outer, last = self.paths[name]
+            within = functools.reduce(lambda nested, key: nested.setdefault(key, {}), outer, logs)
+            within[last] = result(read) if result is not None else {**of_batch, **state}[name]
+        return logs
 
     def apply(self, gradients: list[list[Any]]) -> None:
         """Let each optimizer make its update."""
@@ -116,7 +120,9 @@ def make_micro_step(model: keras.Model, plan: Plan) -> Callable[[Any, Any, Any],
             for _, own in applications
         ]
         own_logs = {}
-        for name, value in _checked_logs(model, logs).items():
+        for path, value in _flat(_checked_logs(model, logs)):
+            name = "/".join(path)
+            plan.paths[name] = path
             plan.results[name] = results.get(id(value), (None, None))[1]
             if plan.results[name] is None:
                 own_logs[name] = _log_tensor(name, value)
@@ -212,17 +218,21 @@ def _scaled(gradient: Any, share: Any) -> Any:
 
 
 def _checked_logs(model: keras.Model, logs: Any) -> Logs:
-    """Return what a step logs, flat, as callbacks are told of it."""
     if logs is not None and not isinstance(logs, dict):
         raise TypeError(
             f"`{type(model).__name__}.train_step` must return a dict of logs, as `model.fit` "
             f"expects it. Received: {logs!r}"
         )
-    flat: Logs = {}
-    for name, value in (logs or {}).items():
-        # The compiled metrics are one metric, whose result is a dict.
-        flat |= _checked_logs(model, value) if isinstance(value, dict) else {name: value}
-    return flat
+    return logs or {}
+
+
+def _flat(logs: Logs, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the logs and where they are: the compiled metrics are one, whose result is a dict."""
+    for name, value in logs.items():
+        if isinstance(value, dict):
+            yield from _flat(value, (*path, name))
+        else:
+            yield (*path, name), value
 
 
 def _log_tensor(name: str, value: Any) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from oracle import Case, assert_same, data, fresh_model, train
+from test_withheld import MODELS as OWN_METHODS
 from test_withheld import adversarial
 
 import accumloop
@@ -134,6 +135,7 @@ MODELS = {
     "eager": functools.partial(make_model, run_eagerly=True),
     "unbuilt": unbuilt,
     "two_optimizers": adversarial,
+    "nested_logs": OWN_METHODS["loops_over_metrics"][0],
     "moving_average": averaging,
     "loss_scale": scaling,
 }
