@@ -64,9 +64,9 @@ def refuse_or_warn(model: keras.Model, graph: Any) -> None:
 def assigned(model: keras.Model, name: str) -> NotImplementedError:
     """Return the refusal of a step that assigns to a variable by itself."""
     return NotImplementedError(
-        f"`{type(model).__name__}` assigns to a variable by itself, which with accum > 1 would "
-        "happen once a micro-batch and cannot be put off. Let an optimizer update it, assign to "
-        f"it in a callback, or use accum=1. Received: an assignment to '{name}'"
+        f"`{type(model).__name__}`, or a layer of it, assigns to a variable by itself, which with "
+        "accum > 1 would happen once a micro-batch and cannot be put off. Let an optimizer update "
+        f"it, assign to it in a callback, or use accum=1. Received: an assignment to '{name}'"
     )
 
 

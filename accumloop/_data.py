@@ -67,6 +67,11 @@ class Epochs:
         return self._steps_per_epoch or self._length
 
     @property
+    def length(self) -> int | None:
+        """The number of batches of the dataset, or None if it has no end or is not known."""
+        return self._length
+
+    @property
     def endless(self) -> bool:
         """Whether one iterator may serve all epochs."""
         return self._steps_per_epoch is not None and self._length is None

@@ -56,6 +56,7 @@ def save(
         "random": random(),
         "data": {**batches.place()._asdict(), "saved": _save_iterator(path, batches.iterator)},
         "fingerprint": fingerprint,
+        "length": batches.length,
     }
     _checkpoint(variables=variables, arrays=[tf.Variable(array) for array in arrays]).write(
         tf.io.gfile.join(path, _VARIABLES)
@@ -111,6 +112,12 @@ class Saved:
             batches: The data of this run.
             fingerprint: That of its first batch.
         """
+        if self.place.step and batches.length != self._state["length"]:
+            raise ValueError(
+                "The backup was made in the middle of an epoch of another dataset. Remove the "
+                f"directory to train from the beginning. Received: {self._path!r} of "
+                f"{self._state['length']} batches, and a dataset of {batches.length}"
+            )
         data = dict(self._state["data"])
         saved = data.pop("saved")
         same = fingerprint == self._state["fingerprint"]

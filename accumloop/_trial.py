@@ -72,17 +72,18 @@ def _compare(
     independent = close.tensors(
         _attempt.dense(whole.outputs), _attempt.dense([_attempt.together(parts.outputs)])
     )
-    of_outputs = _loss_in_words(model)
-    if whole_batch_loss:
-        of_outputs = "a number that the model puts out for a row"
-    for name, what in (
-        ("of_outputs", of_outputs),
-        ("added", "a loss that layers add (`add_loss`)"),
-    ):
+    beside = [*whole.of_outputs, *whole.added]
+    for name in ("of_outputs", "added"):
         total, pieces = getattr(whole, name), getattr(parts, name)
-        beside = [*whole.of_outputs, *whole.added]
-        if not close.sums(total, pieces, beside, exactly=not independent):
-            raise _assigns(moved) if moved else _no_mean(what, sum(total), sum(pieces), rows)
+        if close.sums(total, pieces, beside, exactly=not independent):
+            continue
+        if moved:
+            raise _assigns(moved)
+        if name == "added":
+            raise _no_mean("a loss that layers add (`add_loss`)", _ONLY_ONE, total, pieces, rows)
+        if whole_batch_loss:
+            raise _coupled_outputs(total, pieces, rows)
+        raise _no_mean(_loss_in_words(model), _OF_WHOLE_BATCHES, total, pieces, rows)
     of_keras = model.loss is not None and not _keras.is_own(model, "compute_loss")
     if independent and of_keras and not whole_batch_loss:
         _compare_losses(model, few, cuts, parts.outputs)
@@ -109,7 +110,8 @@ def _compare_losses(
     parts, gradients = _attempt.loss_of(model, few, cuts, outputs)
     if not (_close.sums(whole, parts) and _close.gradients(whole_gradients, gradients)):
         what = f"{_loss_in_words(model)}, and its gradient,"
-        raise _no_mean(what, float(whole[0]), sum(map(float, parts)), rows)
+        numbers = (list(map(float, whole)), list(map(float, parts)))
+        raise _no_mean(what, _OF_WHOLE_BATCHES, *numbers, rows)
 
 
 def _loss_in_words(model: keras.Model) -> str:
@@ -118,15 +120,31 @@ def _loss_in_words(model: keras.Model) -> str:
     return f"the loss {model.loss!r} of a batch"
 
 
-def _no_mean(what: str, whole: float, parts: float, rows: int) -> NotImplementedError:
+_ONLY_ONE = "For what depends on a whole batch, use accum=1. "
+_OF_WHOLE_BATCHES = (
+    "whole_batch_loss=True takes the loss of whole batches, which helps if it is the loss, and no "
+    "layer, that couples rows. For a sum, return one value for each row from a "
+    '`keras.losses.Loss` with reduction="sum"; else use accum=1. '
+)
+
+
+def _no_mean(
+    what: str, advice: str, whole: list[float], parts: list[float], rows: int
+) -> NotImplementedError:
     return NotImplementedError(
-        f"With accum > 1, {what} must be a mean over its rows, and it is not: each row's "
-        "part depends on the other rows, or the loss is their sum. "
-        "whole_batch_loss=True takes the loss of whole batches. For a sum, return one "
-        "value for each row from a `keras.losses.Loss` with "
-        'reduction="sum"; else use accum=1. '
-        f"Received: {whole:.6g} on {rows} rows of the first batch, against {parts:.6g} for the "
+        f"With accum > 1, {what} must be a mean over its rows, and it is not: each row's part "
+        f"depends on the other rows, or the loss is their sum. {advice}Received: "
+        f"{sum(whole):.6g} on {rows} rows of the first batch, against {sum(parts):.6g} for the "
         "same rows in two micro-batches"
+    )
+
+
+def _coupled_outputs(whole: list[float], parts: list[float], rows: int) -> NotImplementedError:
+    return NotImplementedError(
+        "With accum > 1, what a model puts out for a row must not depend on the other rows of "
+        "its batch, and a layer couples them. With whole_batch_loss=True only the loss may: use "
+        f"accum=1. Received: outputs whose sizes add up to {sum(whole):.6g} on {rows} rows of the "
+        f"first batch, and to {sum(parts):.6g} for the same rows in two micro-batches"
     )
 
 

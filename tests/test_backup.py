@@ -409,6 +409,14 @@ def test_a_backup_of_another_model_is_an_error(other, message, tmp_path):
         np.testing.assert_array_equal(variable, value)
 
 
+@pytest.mark.parametrize("size", [3, 10])
+def test_a_backup_of_another_dataset_is_an_error(size, tmp_path):
+    stopped(tmp_path, 8, save_freq=2)
+    case = Case(make_model, lambda: tf.data.Dataset.from_tensor_slices((x, targets)).batch(size))
+    with pytest.raises(ValueError, match=r"of another dataset.*of 5 batches"):
+        train(case, 3, callbacks=lambda: [accumloop.BackupAndRestore(tmp_path, 2)])
+
+
 def random_rows():
     rng = np.random.default_rng()
     for _ in range(23):

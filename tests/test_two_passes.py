@@ -262,7 +262,7 @@ def test_outputs_that_depend_on_other_rows_are_refused():
         def call(self, inputs):
             return inputs - ops.mean(inputs, axis=0)
 
-    refuse(two_towers(Centred()), NotImplementedError, "a number that the model puts out")
+    refuse(two_towers(Centred()), NotImplementedError, "what a model puts out for a row")
 
 
 def test_a_flag_that_is_no_bool_is_refused():
