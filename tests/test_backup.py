@@ -238,6 +238,27 @@ def test_state_of_callbacks(tmp_path):
     assert_goes_on(whole, actual, epoch=2)
 
 
+def test_a_run_that_was_about_to_stop(tmp_path):
+    """Killed between the end of its last epoch and its own."""
+
+    class Dies(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            raise KeyboardInterrupt
+
+    def others():
+        return [keras.callbacks.EarlyStopping("mae", min_delta=9.0, patience=1)]
+
+    def backup():
+        return accumloop.BackupAndRestore(tmp_path)
+
+    case = Case(make_model, make_ds, {"epochs": 9})
+    whole = train(case, 3, callbacks=others)
+    assert whole.epochs == [0, 1]
+    with pytest.raises(KeyboardInterrupt):
+        train(case, 3, callbacks=lambda: [*others(), backup(), Dies()])
+    assert_goes_on(whole, train(case, 3, callbacks=lambda: [*others(), backup()]), epoch=1)
+
+
 def test_moving_averages_in_the_model(tmp_path):
     def others():
         return [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
